@@ -1,0 +1,57 @@
+"""What one compilation carries from stage to stage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import Refusal
+from .region import Region
+
+
+@dataclass
+class Report:
+    """What happened to one graph: counts, regions, and every reason why something was left alone."""
+
+    hits: Counter[str] = field(default_factory=Counter)  # rule name -> times it fired
+    misses: dict[str, Refusal] = field(default_factory=dict)  # rule name -> nearest miss, for rules that fired 0 times
+    regions: list[Region] = field(default_factory=list)
+    unfused: list[Refusal] = field(default_factory=list)  # operators left to ATen, and why
+    notes: list[str] = field(default_factory=list)  # what a user should know: steps aside, cache-sized copies, fallbacks
+
+
+class Fuel:
+    """`DSI_FUEL=n`: the first n rewrites happen and no more, so that a wrong one is found by bisection. None: unlimited."""
+
+    def __init__(self, limit: int | None = None):
+        self.limit = limit
+        self.spent = 0
+        self.log: list[str] = []
+
+    def take(self, what: str) -> bool:
+        """Whether one more rewrite, described by `what`, may happen; counts it if so."""
+        if self.limit is not None and self.spent >= self.limit:
+            return False
+        self.spent += 1
+        self.log.append(what)
+        return True
+
+
+@dataclass
+class Context:
+    """Options, report, fuel and the fake mode of one compilation. Passed to every stage; holds no graph."""
+
+    options: Any  # dsi.ir.options.Options
+    report: Report = field(default_factory=Report)
+    fuel: Fuel = field(default_factory=Fuel)
+    fake_mode: Any = None  # the tracing fake mode; set before the first ATen-level stage
+    device: str = "cpu"  # device type that the graph runs on
+
+    @contextlib.contextmanager
+    def faking(self) -> Iterator[None]:
+        """Within: operators on fake tensors of this compilation compute fakes only."""
+        with self.fake_mode or contextlib.nullcontext():
+            yield

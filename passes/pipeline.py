@@ -1,0 +1,32 @@
+"""The table of contents: every stage between Dynamo's graph and the executor, in order.
+
+`compiler.backend` runs the "dynamo" stages on the graph that Dynamo hands over, AOTAutograd in between, and the others on the functional ATen graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from dsi.ir.context import Context
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One named step. `level` is the kind of graph that it is given: "dynamo" (torch functions), "aten" (functional ATen and semantic ops), or
+    "regions" (region calls and leftovers)."""
+
+    name: str
+    level: Literal["dynamo", "aten", "regions"]
+    run: Callable[[fx.GraphModule, Context], None]
+
+
+def shard(gm: fx.GraphModule, context: Context) -> None:
+    """Tensor parallelism's place in the pipeline: at one rank there is nothing to cut."""
+
+
+def quantise(gm: fx.GraphModule, context: Context) -> None:
+    """The place of number formats in the pipeline: without a quantised dtype every weight stays as it is."""
