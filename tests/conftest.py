@@ -1,0 +1,103 @@
+"""What every test runs under: one thread, fixed seeds, fresh Dynamo state, no silent recompiles, caches of its own, no network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported. One thread a worker, and no pool of compile workers beside it: the suite runs one worker a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_OWN_CACHES = "DSI_TEST_CACHES" not in os.environ
+if _OWN_CACHES:
+    # Made by the first process of a run and inherited by its workers: a run shares compiled code, two runs never do.
+    _folder = tempfile.mkdtemp(prefix="dsi-tests-")
+    os.environ["DSI_TEST_CACHES"] = _folder
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{_folder}/inductor"
+    os.environ["TRITON_CACHE_DIR"] = f"{_folder}/triton"
+    os.environ["DSI_CACHE_DIR"] = f"{_folder}/dsi"
+for _name in [name for name in os.environ if name in ("DSI_DUMP", "DSI_CHECK", "DSI_FUEL", "DSI_CACHE")]:
+    del os.environ[_name]  # a user's settings must not change what a test sees
+
+import torch
+import torch._dynamo
+
+torch.set_num_threads(1)
+
+IN_CI = os.environ.get("CI", "").lower() == "true"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate-golden", action="store_true", help="write golden files from what the code prints now, instead of comparing")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="gpu: no CUDA device here"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _OWN_CACHES:
+        shutil.rmtree(os.environ["DSI_TEST_CACHES"], ignore_errors=True)
+
+
+def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if IN_CI and report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped where CI=true, which counts as a failure: {_skip_reason(report)}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    if IN_CI and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"skipped at import where CI=true, which counts as a failure: {_skip_reason(report)}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def fresh_torch(monkeypatch: pytest.MonkeyPatch):
+    """Seeds, and Dynamo as in a new process; a recompile limit that is reached fails the test instead of running eager in silence."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    yield
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="session")
+def regenerate_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be written anew (`pytest --regenerate-golden`)."""
+    return request.config.getoption("--regenerate-golden")
+
+
+@pytest.fixture
+def golden(regenerate_golden: bool):
+    """`golden(path, text)`: the file at `path` holds exactly `text`; with --regenerate-golden it is written."""
+
+    def compare(path: Path, text: str) -> None:
+        if regenerate_golden:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"{path} is missing: write it with pytest --regenerate-golden, and read it before you commit it"
+        assert text == path.read_text(), f"the text differs from {path}; if that is meant, run pytest --regenerate-golden and read the diff"
+
+    return compare
