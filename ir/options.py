@@ -21,11 +21,16 @@ class Options(BaseModel):
 
     mode: Mode = Field("default", description="As torch.compile's modes.")
     dump: Path | None = Field(None, description="Folder for the debug dump (environment: DSI_DUMP).")
-    check: bool = Field(False, description="Check the IR between stages and compare each graph with its reference (environment: DSI_CHECK=1).")
+    check: bool = Field(
+        False, description="Check the IR between stages and compare each graph with its reference (environment: DSI_CHECK=1)."
+    )
     fuel: int | None = Field(None, ge=0, description="Stop after this many rewrites, to bisect a miscompile (environment: DSI_FUEL).")
     library: bool = Field(True, description="Whether a library kernel (cuBLAS, SDPA) may be used for a region where it is a candidate.")
     rules: tuple[Any, ...] = Field((), description="Further rules (dsi.Rule classes) for this compilation.")
     cache: bool = Field(True, description="Whether kernels and choices are cached on disk (environment: DSI_CACHE=0).")
+    executor: Literal["auto", "reference"] = Field(
+        "auto", description="'auto': by device. 'reference': every operator runs as its reference, for checking; never fast."
+    )
 
     @classmethod
     def parse(cls, options: dict[str, Any] | None = None, mode: str | None = None) -> Options:
@@ -33,7 +38,12 @@ class Options(BaseModel):
         given = dict(options or {})
         if mode is not None:
             given.setdefault("mode", mode)
-        for key, variable, read in (("dump", "DSI_DUMP", str), ("check", "DSI_CHECK", _flag), ("fuel", "DSI_FUEL", str), ("cache", "DSI_CACHE", _flag)):
+        for key, variable, read in (
+            ("dump", "DSI_DUMP", str),
+            ("check", "DSI_CHECK", _flag),
+            ("fuel", "DSI_FUEL", str),
+            ("cache", "DSI_CACHE", _flag),
+        ):
             if key not in given and os.environ.get(variable):
                 given[key] = read(os.environ[variable])
         try:

@@ -13,6 +13,8 @@ from torch import fx
 
 from dsi.ir.context import Context
 
+from .lift import lift
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -30,3 +32,10 @@ def shard(gm: fx.GraphModule, context: Context) -> None:
 
 def quantise(gm: fx.GraphModule, context: Context) -> None:
     """The place of number formats in the pipeline: without a quantised dtype every weight stays as it is."""
+
+
+PIPELINE: tuple[Stage, ...] = (
+    Stage("lift", "dynamo", lift),
+    Stage("shard", "dynamo", shard),
+    Stage("quantise", "regions", quantise),
+)

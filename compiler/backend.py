@@ -1,0 +1,84 @@
+"""The backend: what `torch.compile(model, backend="dsi")` calls with each graph that Dynamo captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dsi.ir.context import Context, Fuel
+from dsi.ir.errors import DsiInternalError
+from dsi.ir.options import Options
+from dsi.passes.pipeline import PIPELINE
+
+from . import check, observe
+from .execute import compile_graph
+from .guard import is_random, why_aside
+
+
+def dsi(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """Compile one graph for inference.
+
+    `options` and `mode` are torch.compile's, which hands over one of them at most and looks at neither. Returns a callable of the graph's inputs.
+    Raises `DsiError` for a mistake in the options, before anything is changed.
+    """
+    parsed = Options.parse(options, mode)
+    context = Context(parsed, fuel=Fuel(parsed.fuel))
+    with observe.observing(gm, context) as observer:
+        if reason := why_aside(gm, example_inputs):
+            observer.aside(reason)
+            return gm.forward
+        reference = check.reference_of(gm) if parsed.check else None
+        for stage in PIPELINE:
+            if stage.level == "dynamo":
+                observer.run(stage, gm)
+        compiled = _through_aot(gm, example_inputs, observer)
+    return check.beside(compiled, reference) if reference is not None else compiled
+
+
+def _through_aot(gm: fx.GraphModule, example_inputs: Sequence[Any], observer: observe.Observer) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compile_inference(aten: fx.GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return _compile_aten(aten, fake_inputs, observer)
+
+    def compile_training(aten: fx.GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        raise DsiInternalError("dsi: AOTAutograd asks for gradients of a graph in which the guard found none to be wanted")
+
+    return aot_autograd(fw_compiler=compile_training, inference_compiler=compile_inference, keep_inference_input_mutations=True)(
+        gm, example_inputs
+    )
+
+
+def _compile_aten(gm: fx.GraphModule, fake_inputs: Sequence[Any], observer: observe.Observer) -> Callable[[list[Any]], Any]:
+    """The ATen-level stages and the executor. `gm` is functional except for its `copy_` epilogue."""
+    context = observer.context
+    context.fake_mode = _fake_mode(fake_inputs)
+    context.device = _device(gm)
+    observer.aot(gm)
+    drawn = next((node for node in gm.graph.nodes if is_random(node)), None)
+    if drawn is not None:
+        # Behind the guard's back (inside a function that Dynamo does not look into): as it is, the graph still draws what eager draws.
+        observer.aside(f"an operator is random ({drawn.name})")
+        return compile_graph(gm, fake_inputs, context, as_it_is=True)
+    for stage in PIPELINE:
+        if stage.level != "dynamo":
+            observer.run(stage, gm)
+    return compile_graph(gm, fake_inputs, context)
+
+
+def _fake_mode(fake_inputs: Sequence[Any]) -> Any:
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    return torch._guards.detect_fake_mode(fake_inputs)
+
+
+def _device(gm: fx.GraphModule) -> str:
+    """The device type that the graph runs on: an accelerator's if any value is there."""
+    kinds = {value.device.type for node in gm.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
+    return next((kind for kind in sorted(kinds, reverse=True) if kind not in ("cpu", "meta")), "cpu")

@@ -1,0 +1,145 @@
+"""The guard: graphs that dsi does not touch, because only running them as they are keeps their meaning.
+
+Lifted operators have no gradients, random operators must draw the same numbers in the same order, and autocast and tensor subclasses change what a
+call means after it has been looked at. For these the backend returns `gm.forward`, which is exact in every respect, second derivatives included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dsi.ir.source import source_line
+
+DEVICES = ("cpu", "cuda")
+
+
+def why_aside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    """A sentence that says why `gm` (Dynamo's graph) is to be run as it is, None where it may be compiled."""
+    if torch._C._is_any_autocast_enabled():
+        return "autocast is on"
+    for value in example_inputs:
+        if isinstance(value, torch.Tensor) and (is_traceable_wrapper_subclass(value) or type(value) not in _PLAIN):
+            return f"an input is a tensor subclass ({type(value).__name__})"
+    for node in _nodes(gm):
+        if reason := _node_reason(node):
+            where = source_line(node)
+            return f"{reason} ({node.name}{f' at {where}' if where else ''})"
+    return _gradients(gm)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor}
+
+
+def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of `gm` and of the graphs inside it (branches, loop bodies, checkpointed parts)."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _gradients(gm: fx.GraphModule) -> str | None:
+    """Whether an output, or an input after its mutation, wants gradients. `no_grad` inside the model is seen in the values that Dynamo computed."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        # A leaf that requires gradients is a parameter; one that is no leaf any more has been written to with gradients on.
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+            return f"an input that is written to wants gradients ({node.name})"
+        if node.op == "output":
+            for used in node.all_input_nodes:
+                value = used.meta.get("example_value")
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    return f"an output wants gradients ({used.name}); use torch.no_grad() or torch.inference_mode() for inference"
+    return None
+
+
+def _node_reason(node: fx.Node) -> str | None:
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor):
+        if value.is_complex():
+            return "a value is complex"
+        if value.device.type not in (*DEVICES, "meta"):
+            return f"a value is on {value.device.type}; dsi compiles for {' and '.join(DEVICES)}"
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        module = getattr(node.target, "__module__", "") or ""
+        if name in ("_enter_autocast", "_exit_autocast"):
+            return "autocast is switched inside the graph"
+        if "functorch" in module or name in ("grad", "backward"):
+            return f"it transforms functions ({name})"
+    if is_random(node):
+        return "an operator is random"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------------- randomness
+
+# Functions that draw only if told to: (parameter of the probability, parameter that switches it on or None), positions included.
+_DROPOUTS: dict[Any, tuple[tuple[str, int, Any], tuple[str, int, Any] | None]] = {
+    F.dropout: (("p", 1, 0.5), ("training", 2, True)),
+    F.dropout1d: (("p", 1, 0.5), ("training", 2, True)),
+    F.dropout2d: (("p", 1, 0.5), ("training", 2, True)),
+    F.dropout3d: (("p", 1, 0.5), ("training", 2, True)),
+    F.alpha_dropout: (("p", 1, 0.5), ("training", 2, False)),
+    F.feature_alpha_dropout: (("p", 1, 0.5), ("training", 2, False)),
+    torch.dropout: (("p", 1, 0.5), ("train", 2, True)),
+    F.scaled_dot_product_attention: (("dropout_p", 4, 0.0), None),
+    F.multi_head_attention_forward: (("dropout_p", 9, 0.0), ("training", 12, True)),
+    torch.lstm: (("dropout", 5, 0.0), ("train", 6, True)),
+    torch.gru: (("dropout", 5, 0.0), ("train", 6, True)),
+    torch.rnn_tanh: (("dropout", 5, 0.0), ("train", 6, True)),
+    torch.rnn_relu: (("dropout", 5, 0.0), ("train", 6, True)),
+    F.rrelu: (("upper", 2, 1 / 3), ("training", 3, False)),
+}
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether `node`, of a torch-level or an ATen graph, draws random numbers as it is called."""
+    if node.op == "call_function" and node.target in _DROPOUTS:
+        probability, switch = _DROPOUTS[node.target]
+        return _argument(node, probability) != 0 and (switch is None or _argument(node, switch) is not False)
+    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        return _seeded(node.target) and not _switched_off(node)
+    if node.op in ("call_function", "call_method"):
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+        return packet is not None and any(_seeded(getattr(packet, overload)) for overload in packet.overloads()) and name not in _SWITCHED
+    return False
+
+
+# ATen names that are tagged random, where a torch-level function of that name has its row in the table above.
+_SWITCHED = {
+    "dropout",
+    "scaled_dot_product_attention",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "rrelu",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+}
+
+
+def _seeded(overload: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in overload.tags
+
+
+def _switched_off(node: fx.Node) -> bool:
+    """Whether an operator that may draw says by its arguments that it does not (an attention kernel with dropout_p 0)."""
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name in ("dropout_p", "p", "dropout", "train", "training"):
+            value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else argument.default_value)
+            if value is False or (argument.name not in ("train", "training") and isinstance(value, (int, float)) and value == 0):
+                return True
+    return False
+
+
+def _argument(node: fx.Node, parameter: tuple[str, int, Any]) -> Any:
+    name, position, default = parameter
+    return node.kwargs.get(name, node.args[position] if position < len(node.args) else default)
