@@ -39,7 +39,7 @@ lint: setup
 	$(RUN) -m ruff format --check .
 	@$(RUN) scripts/package_tree.py build/tree
 	MYPYPATH=build/tree $(RUN) -m mypy -p dsi
-	cd build/tree && ../../$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()" --config ../../pyproject.toml
+	cd build/tree && ../../$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()" ../../pyproject.toml
 
 format: setup
 	$(RUN) -m ruff check --fix .

