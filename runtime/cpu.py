@@ -1,0 +1,60 @@
+"""The CPU executor: the lowered graph expanded from its regions, compiled by Inductor's C++."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dsi.ir.context import Context
+
+from . import inductor_api
+from .expand import CPU_EXPANSIONS, expand
+from .timing import timed
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+NO_COMPILER = (
+    "dsi: no C++ compiler was found (Inductor looks for the one named by CXX, else g++), so graphs on the CPU run operator by operator, slowly; "
+    "install one to have them compiled"
+)
+_warned = threading.Event()
+
+
+def compile_cpu(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> Boxed:
+    """A boxed callable that computes the lowered graph `gm` on the CPU.
+
+    `example_inputs` are the fakes (and SymInts) that AOTAutograd traced `gm` with. Without a C++ compiler the graph runs operator by operator, one
+    warning a process says so, and the report notes it.
+    """
+    if inductor_api.cpp_compiler() is None:
+        if not _warned.is_set():
+            _warned.set()
+            warnings.warn(NO_COMPILER, stacklevel=2)
+        context.report.notes.append(NO_COMPILER)
+        from .program import interpret
+
+        return interpret(gm, example_inputs, context)
+    fake_mode = inductor_api.fake_mode_of(example_inputs) or context.fake_mode
+    if fake_mode is None:
+        raise ValueError("compile_cpu needs fake example inputs, or context.fake_mode")
+    with timed(context, "expand"):
+        flat = expand(gm, example_inputs, fake_mode, CPU_EXPANSIONS)
+    with timed(context, "inductor"):
+        return inductor_api.compile_graph(flat, example_inputs, _patches(context))
+
+
+def _patches(context: Context) -> dict[str, Any]:
+    patches = inductor_api.mode_patches(context.options.mode)
+    if not context.options.cache:
+        patches["fx_graph_cache"] = False
+    return patches
+
+
+def uses_only_cpu(inputs: Sequence[Any]) -> bool:
+    """Whether every tensor among `inputs` lies on the CPU."""
+    return all(value.device.type == "cpu" for value in inputs if isinstance(value, torch.Tensor))

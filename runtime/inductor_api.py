@@ -1,0 +1,134 @@
+"""The private parts of torch that the CPU executor stands on, in one place.
+
+Everything here may move between torch versions (2.11 to 2.14 are supported); nothing outside this file imports `torch._inductor`. Where a name or a
+parameter differs between versions, its presence is asked for, not the version number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+# Inductor's pattern tables, configuration and code cache are process-wide: one compilation at a time. Dynamo holds a lock of its own around us, but
+# this executor may also be called directly.
+_LOCK = threading.RLock()
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would call, None if there is none."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return cpp_builder.get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, OSError):
+        return None
+
+
+def decompositions() -> dict[Any, Callable]:
+    """The table of ATen decompositions that Inductor's own front end traces with."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def static_input_indices() -> tuple[int, ...]:
+    """Numbers of the inputs of the graph being compiled that keep their address between calls (parameters, buffers), as AOTAutograd found them."""
+    tracing = torch._guards.TracingContext.try_get()
+    metadata = tracing.fw_metadata if tracing is not None else None
+    return tuple(metadata.static_input_indices or ()) if metadata is not None else ()
+
+
+def fake_mode_of(inputs: Sequence[Any]) -> Any:
+    """The fake mode that `inputs` belong to, or that of the compilation under way, or None."""
+    found = torch._guards.detect_fake_mode(list(inputs))
+    if found is not None:
+        return found
+    tracing = torch._guards.TracingContext.try_get()
+    return tracing.fake_mode if tracing is not None else None
+
+
+@contextlib.contextmanager
+def tracing_under(fake_mode: Any) -> Iterator[None]:
+    """Within: operators are traced on fakes of `fake_mode`, with shape-polymorphic decompositions, without gradients and without autocast."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with fake_mode, enable_python_dispatcher(), torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+def trace(function: Callable, inputs: Sequence[Any], fake_mode: Any) -> fx.GraphModule:
+    """`function` of flat `inputs` (fakes and SymInts of `fake_mode`) as a flat graph of decomposed ATen operators."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with tracing_under(fake_mode):
+        return make_fx(function, decomposition_table=decompositions(), tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+
+
+def current_graph() -> fx.Graph:
+    """The graph that `trace` is writing to."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    assert mode is not None, "no trace is under way"
+    return mode.tracer.graph
+
+
+def mode_patches(mode: str) -> dict[str, Any]:
+    """What torch.compile's `mode` changes in Inductor's configuration, as far as it concerns the CPU."""
+    options = torch._inductor.list_mode_options(mode)
+    return {name: value for name, value in options.items() if not name.startswith("triton.")}
+
+
+def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compiles a flat, decomposed inference graph by Inductor: joint-graph passes, post-grad passes, C++. Returns a boxed callable.
+
+    This is what `compile_fx_forward` does with an inference graph, except that the static inputs are those that AOTAutograd names: parameters and
+    buffers are inputs here, wherever they stand among the others.
+    """
+    from torch._inductor import compile_fx, config
+    from torch._inductor.virtualized import V
+
+    static = [number for number in static_input_indices() if number < len(inputs)]
+    with _LOCK, V.set_fake_mode(fake_mode_of(inputs)), config.patch(patches):
+        gm = _joint_graph_passes(compile_fx, gm, inputs)
+        output = next(iter(reversed(gm.graph.nodes)))
+        output.meta["user_visible_output_idxs"] = (
+            [number for number, value in enumerate(output.args[0]) if isinstance(value, fx.Node)] if config.keep_output_stride else []
+        )
+        compiled = compile_fx.compile_fx_inner(gm, inputs, static_input_idxs=static, is_inference=True)
+    return boxed(compiled)
+
+
+def _joint_graph_passes(compile_fx: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    passes = compile_fx._recursive_joint_graph_passes
+    output = next(iter(reversed(gm.graph.nodes)))
+    output.meta["output_stack_traces"] = [value.meta.get("stack_trace") if isinstance(value, fx.Node) else None for value in output.args[0]]
+    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+    if "input_device" in inspect.signature(passes).parameters:
+        return passes(gm, input_device=devices[0] if devices else torch.device("cpu"))
+    return passes(gm)
+
+
+def boxed(function: Callable) -> Callable[[list[Any]], Sequence[Any]]:
+    """`function` as a callable of one list of inputs, which it may empty, marked for AOTAutograd."""
+    if getattr(function, "_boxed_call", False):
+        return function
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        return function(*inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def cache_hits() -> tuple[int, int]:
+    """(hits, misses) of Inductor's graph cache in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
