@@ -23,8 +23,8 @@ def dsi(
 ) -> Callable[..., Any]:
     """Compile one graph for inference.
 
-    `options` and `mode` are torch.compile's, which hands over one of them at most and looks at neither. Returns a callable of the graph's inputs.
-    Raises `DsiError` for a mistake in the options, before anything is changed.
+    `options` and `mode` are torch.compile's, which hands over one of them at most and looks at neither. Returns a callable of the graph's
+    inputs. Raises `DsiError` for a mistake in the options, before anything is changed.
     """
     parsed = Options.parse(options, mode)
     context = Context(parsed, fuel=Fuel(parsed.fuel))

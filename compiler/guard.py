@@ -1,7 +1,8 @@
 """The guard: graphs that dsi does not touch, because only running them as they are keeps their meaning.
 
-Lifted operators have no gradients, random operators must draw the same numbers in the same order, and autocast and tensor subclasses change what a
-call means after it has been looked at. For these the backend returns `gm.forward`, which is exact in every respect, second derivatives included.
+Lifted operators have no gradients, random operators must draw the same numbers in the same order, and autocast and tensor subclasses
+change what a call means after it has been looked at. For these the backend returns `gm.forward`, which is exact in every respect, second
+derivatives included.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _gradients(gm: fx.GraphModule) -> str | None:
-    """Whether an output, or an input after its mutation, wants gradients. `no_grad` inside the model is seen in the values that Dynamo computed."""
+    """Whether an output, or an input after its mutation, wants gradients. `no_grad` inside the model is seen in the values that Dynamo
+    computed.
+    """
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         # A leaf that requires gradients is a parameter; one that is no leaf any more has been written to with gradients on.

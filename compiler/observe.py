@@ -5,23 +5,32 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Iterator
 
 from torch import fx
+from torch._logging import trace_structured
 
 from dsi.ir.context import Context
-from dsi.passes.pipeline import Stage
+from dsi.ir.spec import Aliases, check_graph, output_aliases
+from dsi.passes.pipeline import PIPELINE, Stage
 
-log = logging.getLogger("dsi.compiler")
+from .dump import Dump, rules_text
+from .explain import Explanation
+from .printing import graph_text
+
+log = logging.getLogger("dsi.compiler")  # TORCH_LOGS="+dsi" and torch._logging.set_logs(modules={"dsi": DEBUG}) reach it by its name
 
 _collected: contextvars.ContextVar[list[Context] | None] = contextvars.ContextVar("dsi_collected", default=None)
+_said: set[str] = set()
+_saying = threading.Lock()
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[Context]]:
-    """Within: the contexts of all graphs compiled by this thread, in order."""
+    """Within: the contexts of all graphs that this thread compiles, in order."""
     contexts: list[Context] = []
     token = _collected.set(contexts)
     try:
@@ -30,32 +39,89 @@ def collecting() -> Iterator[list[Context]]:
         _collected.reset(token)
 
 
-class Observer:
-    """Runs the stages of one graph and tells of them."""
-
-    def __init__(self, gm: fx.GraphModule, context: Context):
-        self.context = context
-
-    def run(self, stage: Stage, gm: fx.GraphModule) -> None:
-        """Run one stage on `gm`."""
-        start = time.perf_counter()
-        stage.run(gm, self.context)
-        log.debug("%s: %.1f ms, %d nodes", stage.name, 1e3 * (time.perf_counter() - start), len(gm.graph.nodes))
-
-    def aot(self, gm: fx.GraphModule) -> None:
-        """AOTAutograd has made `gm`."""
-
-    def aside(self, reason: str) -> None:
-        """The graph is run as it is: noted in the report, and said once for each reason."""
-        note = f"stepped aside: {reason}"
-        self.context.report.notes.append(note)
-        warnings.warn(f"dsi {note}", stacklevel=2)
-
-
 @contextlib.contextmanager
 def observing(gm: fx.GraphModule, context: Context) -> Iterator[Observer]:
-    """An observer of the compilation of `gm`."""
+    """An observer of the compilation of `gm`, Dynamo's graph."""
     collected = _collected.get()
     if collected is not None:
         collected.append(context)
-    yield Observer(gm, context)
+    observer = Observer(context)
+    observer.captured("00_dynamo", gm)
+    try:
+        yield observer
+    finally:
+        observer.finish()
+
+
+class Observer:
+    """Runs the stages of one graph and tells of them; under `check` holds each result against the IR's specification."""
+
+    def __init__(self, context: Context):
+        self.context = context
+        self.dump = Dump(context.options.dump, context) if context.options.dump else None
+        self._aliases: Aliases | None = None
+        context.listener = self._artifact
+
+    def run(self, stage: Stage, gm: fx.GraphModule) -> None:
+        """Run one stage on `gm`."""
+        context = self.context
+        start, spent = time.perf_counter(), context.fuel.spent
+        stage.run(gm, context)
+        seconds = time.perf_counter() - start
+        context.report.seconds[stage.name] = seconds
+        log.info("%s: %.1f ms, %d rewrites, %d nodes", stage.name, 1e3 * seconds, context.fuel.spent - spent, len(gm.graph.nodes))
+        for what in context.fuel.log[spent:]:
+            log.debug("%s", what)
+        self._tell(f"{PIPELINE.index(stage) + 1:02d}_{stage.name}", gm)
+        if context.options.check and stage.leaves is not None:
+            check_graph(gm, stage.leaves, context.fake_mode, self._aliases)
+
+    def captured(self, name: str, gm: fx.GraphModule) -> None:
+        """Another tool has made `gm`: Dynamo, or AOTAutograd."""
+        log.info("%s: %d nodes", name, len(gm.graph.nodes))
+        self._tell(name, gm, captured=True)
+
+    def aot(self, gm: fx.GraphModule) -> None:
+        """AOTAutograd has made `gm` after the Dynamo-level stages."""
+        number = sum(stage.level == "dynamo" for stage in PIPELINE)
+        self.captured(f"{number:02d}b_aot", gm)
+        if self.context.options.check:
+            self._aliases = output_aliases(gm)
+            check_graph(gm, "aten", self.context.fake_mode, self._aliases)
+
+    def aside(self, reason: str) -> None:
+        """The graph is run as it is: noted in its report, and warned of once a process for each reason."""
+        note = f"stepped aside, and the graph runs as it is: {reason}"
+        self.context.report.notes.append(note)
+        log.info("%s", note)
+        with _saying:
+            new = reason not in _said
+            _said.add(reason)
+        if new:
+            warnings.warn(f"dsi {note}", stacklevel=2)
+
+    def finish(self) -> None:
+        """The graph is compiled, or compiling it has failed."""
+        report = self.context.report
+        for name, miss in report.misses.items():
+            log.debug("nearest miss of %s: %s", name, miss)
+        for refusal in report.unfused:
+            log.debug("left as it was: %s", refusal)
+        _trace("dsi_rules", lambda: rules_text(self.context))
+        _trace("dsi_report", lambda: str(Explanation([report])))
+        if self.dump is not None:
+            self.dump.finish()
+
+    def _tell(self, name: str, gm: fx.GraphModule, captured: bool = False) -> None:
+        _trace(f"dsi_{name}", lambda: graph_text(gm))
+        if self.dump is not None:
+            (self.dump.captured if captured else self.dump.graph)(name, graph_text(gm))
+
+    def _artifact(self, path: str, text: str) -> None:
+        _trace(f"dsi_{path.replace('/', '_')}", lambda: text)
+        if self.dump is not None:
+            self.dump.write(path, text)
+
+
+def _trace(name: str, text) -> None:
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,14 @@ class Context:
     fuel: Fuel = field(default_factory=Fuel)
     fake_mode: Any = None  # the tracing fake mode; set before the first ATen-level stage
     device: str = "cpu"  # device type that the graph runs on
+    artifacts: dict[str, str] = field(default_factory=dict)  # relative path -> text, e.g. "kernels/<name>.py"
+    listener: Callable[[str, str], None] | None = None  # told of each artifact as it is made; the dump and torch's trace
+
+    def emit(self, path: str, text: str) -> None:
+        """Hand over a text worth keeping, such as the source of a kernel ("kernels/<name>.py"). May come long after compilation."""
+        self.artifacts[path] = text
+        if self.listener is not None:
+            self.listener(path, text)
 
     @contextlib.contextmanager
     def faking(self) -> Iterator[None]:

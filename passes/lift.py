@@ -3,11 +3,12 @@
     torch.nn.functional.linear(x, w, b)                      -> dsi::linear(x, w, b)
     scaled_dot_product_attention(q, repeat(k), repeat(v), …) -> dsi::attention(q, k, v, …)
 
-What scaled_dot_product_attention turns into in ATen depends on the device and on the kernel that torch picks, so a graph recognised after that
-would differ between a test on a CPU and production on a GPU. `repeat` is the chain by which models copy key/value heads before attention
-(unsqueeze or `[:, :, None]`, expand, reshape): it is absorbed, and the copy of the whole cache with it.
+What scaled_dot_product_attention turns into in ATen depends on the device and on the kernel that torch picks, so a graph recognised after
+that would differ between a test on a CPU and production on a GPU. `repeat` is the chain by which models copy key/value heads before
+attention (unsqueeze or `[:, :, None]`, expand, reshape): it is absorbed, and the copy of the whole cache with it.
 
-A lifted operator has no gradient: the guard has made sure before that none is wanted. Whatever is not exactly understood is left, and reported.
+A lifted operator has no gradient: the guard has made sure before that none is wanted. Whatever is not exactly understood is left, and
+reported.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def lift(gm: fx.GraphModule, context: Context) -> None:
             missed.setdefault(name, refused.refusal)
             context.report.unfused.append(refused.refusal)
             continue
-        if not context.fuel.take(f"{name}: {node.name} at {source_line(node) or 'an unknown line'} ({__name__.replace('.', '/')}.py)"):
+        if not context.fuel.take(
+            f"{name}: {node.name} at {source_line(node) or 'an unknown line'} (passes/lift.py:{build.__code__.co_firstlineno})"
+        ):
             break
         _replace(node, target, args, kwargs, restride, name)
         _erase_dead(dead)
@@ -211,8 +214,8 @@ def _erase_dead(candidates: list[fx.Node]) -> None:
 def _restride(node: fx.Node) -> tuple[int, ...] | None:
     """The order of dimensions in memory of `node`'s value, outermost first; None where contiguity is all that its users can see.
 
-    Semantic operators return contiguous values; torch's attention kernels return [B, S, H, D] seen as [B, H, S, D]. A user's `.view` or a returned
-    stride may rely on that, so it is restored unless every user makes the value contiguous before anything else looks.
+    Semantic operators return contiguous values; torch's attention kernels return [B, S, H, D] seen as [B, H, S, D]. A user's `.view` or a
+    returned stride may rely on that, so it is restored unless every user makes the value contiguous before anything else looks.
     """
     value = _value(node)
     identity = tuple(range(value.dim()))
@@ -236,12 +239,15 @@ def _contiguous_in(value: torch.Tensor, order: tuple[int, ...]) -> bool:
 
 
 def _forgets_strides(user: fx.Node) -> bool:
-    """Whether `user` is a transposition of which nothing is seen but `.contiguous()`, or that itself."""
+    """Whether `user` is `.contiguous()`, or a transposition or a reshape that changes nothing, of which all users are so."""
     if user.op != "call_method":
         return False
     if user.target == "contiguous":
         return len(user.args) == 1 and not user.kwargs
-    return user.target in ("transpose", "permute") and bool(user.users) and all(_forgets_strides(u) for u in user.users)
+    passes_on = user.target in ("transpose", "permute") or (
+        user.target in ("reshape", "view") and _same_shape(_value(user).shape, _value(user.args[0]).shape)
+    )
+    return passes_on and bool(user.users) and all(_forgets_strides(u) for u in user.users)
 
 
 def _replace(node: fx.Node, target: Any, args: tuple, kwargs: dict[str, Any], order: tuple[int, ...] | None, rule: str) -> None:

@@ -1,6 +1,7 @@
 """The table of contents: every stage between Dynamo's graph and the executor, in order.
 
-`compiler.backend` runs the "dynamo" stages on the graph that Dynamo hands over, AOTAutograd in between, and the others on the functional ATen graph.
+`compiler.backend` runs the "dynamo" stages on the graph that Dynamo hands over, AOTAutograd in between, and the others on the functional
+ATen graph.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from .lift import lift
 
 @dataclass(frozen=True)
 class Stage:
-    """One named step. `level` is the kind of graph that it is given: "dynamo" (torch functions), "aten" (functional ATen and semantic ops), or
-    "regions" (region calls and leftovers)."""
+    """One named step.
+
+    `level` is the kind of graph that it is given: "dynamo" (torch functions), "aten" (functional ATen and semantic operators) or "regions"
+    (region calls and leftovers). `leaves` is the level of `ir.spec` that the graph satisfies after it; None at Dynamo's level, which has
+    no specification.
+    """
 
     name: str
     level: Literal["dynamo", "aten", "regions"]
     run: Callable[[fx.GraphModule, Context], None]
+    leaves: Literal["aten", "regions", "lowered"] | None = None
 
 
 def shard(gm: fx.GraphModule, context: Context) -> None:
@@ -37,5 +43,5 @@ def quantise(gm: fx.GraphModule, context: Context) -> None:
 PIPELINE: tuple[Stage, ...] = (
     Stage("lift", "dynamo", lift),
     Stage("shard", "dynamo", shard),
-    Stage("quantise", "regions", quantise),
+    Stage("quantise", "regions", quantise, "regions"),
 )
