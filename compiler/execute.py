@@ -1,4 +1,4 @@
-"""The choice of executor."""
+"""The choice of executor: by the device of the graph, unless the options or the graph's meaning say otherwise."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from typing import Any
 from torch import fx
 
 from dsi.ir.context import Context
-from dsi.runtime.reference import compile_reference
 
 
 def compile_graph(
     gm: fx.GraphModule, fake_inputs: Sequence[Any], context: Context, *, as_it_is: bool = False
 ) -> Callable[[list[Any]], Any]:
     """A boxed callable that runs `gm`. `as_it_is`: node by node, because another order or another kernel would change its meaning."""
-    return compile_reference(gm, fake_inputs, context)
+    # Imported when needed: a CPU has no use for the CUDA executor, nor a GPU for Inductor's C++.
+    if as_it_is or context.options.executor == "reference":
+        from dsi.runtime.reference import compile_reference
+
+        return compile_reference(gm, fake_inputs, context)
+    if context.device == "cpu":
+        from dsi.runtime.cpu import compile_cpu
+
+        return compile_cpu(gm, fake_inputs, context)
+    from dsi.runtime.cuda import compile_cuda
+
+    return compile_cuda(gm, fake_inputs, context)

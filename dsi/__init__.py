@@ -1,0 +1,45 @@
+"""dsi: a compiler of transformer models for inference.
+
+    torch.compile(model, backend="dsi")
+
+needs no import of this package. What is here is for looking into it and extending it. Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsi.compiler.explain import Explanation, explain
+    from dsi.ir.context import Report
+    from dsi.ir.errors import DsiError, DsiInternalError
+    from dsi.ir.options import Options
+
+_HOMES = {
+    "Options": "dsi.ir.options",
+    "DsiError": "dsi.ir.errors",
+    "DsiInternalError": "dsi.ir.errors",
+    "Report": "dsi.ir.context",
+    "Explanation": "dsi.compiler.explain",
+    "explain": "dsi.compiler.explain",
+}
+
+__all__ = ["DsiError", "DsiInternalError", "Explanation", "Options", "Report", "__version__", "explain"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("dsi")
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'dsi' has no attribute {name!r} (public names: {', '.join(__all__)})")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
