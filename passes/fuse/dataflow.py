@@ -1,0 +1,154 @@
+"""The graph as fusion sees it: values and what computes them, with views taken out of the way.
+
+A view costs nothing inside a kernel (it is another way to compute coordinates), so it is a member of no region by itself. Every region takes
+in the views that lie between its members and its inputs; what is left of the graph is the *core*: operators that compute, and sources.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from dsi.ir import ops
+from dsi.ir.errors import Refusal
+from dsi.ir.source import source_line
+
+aten = torch.ops.aten
+
+ANCHOR_KINDS = {ops.linear: "linear", ops.attention: "attention", ops.embedding: "embedding"}
+
+_FACTORIES = {aten.arange, aten.full, aten.zeros, aten.ones, aten.empty, aten.scalar_tensor, aten.eye}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node`'s value is its first argument's memory seen otherwise, the lists of `split` and their items included."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source) and not isinstance(source.meta.get("val"), torch.Tensor)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    # `_unsafe_view` is a view of a value that nobody else sees; its schema does not say so.
+    return node.target.is_view or node.target is aten._unsafe_view.default
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_effect(node: fx.Node) -> bool:
+    """Whether `node` writes to one of its arguments."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_factory(node: fx.Node) -> bool:
+    """Whether `node` makes a tensor from sizes and literals alone (`arange`, `full`)."""
+    return node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _FACTORIES
+
+
+def why_outside(node: fx.Node) -> str | None:
+    """Why `node` can be in no region whatever its plan; None where the plan decides. A sentence's end, for the report."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return "it is not a torch operator"
+    if is_effect(node):
+        return "it writes to its argument"
+    if node.target is ops.all_reduce:
+        return "an all-reduce is never inside a region"
+    if node.target.namespace not in ("aten", "dsi", "prims"):
+        return f"the operator library {node.target.namespace} is not known"
+    if not is_tensor(node):
+        return "its value is not one tensor"
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return "it draws random numbers"
+    return None
+
+
+@dataclass
+class Flow:
+    """The core of one graph.
+
+    `core` holds all nodes but views, in graph order; `deps[n]` what n reads or waits for (core nodes, through views; SymInts included).
+    `position` is a node's place in the graph. An operator that writes to an argument waits for all earlier readers of that memory, and all
+    later ones wait for it.
+    """
+
+    graph: fx.Graph
+    core: list[fx.Node] = field(default_factory=list)
+    deps: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    position: dict[fx.Node, int] = field(default_factory=dict)
+    bases: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    outside: dict[fx.Node, str | None] = field(default_factory=dict)
+    refusals: dict[fx.Node, Refusal] = field(default_factory=dict)  # why a node is in no region, as far as is known
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Flow:
+        flow = cls(graph)
+        memory: dict[fx.Node, list[fx.Node]] = {}  # base -> core nodes that read or write its memory so far
+        writers: dict[fx.Node, fx.Node] = {}
+        for position, node in enumerate(graph.nodes):
+            flow.position[node] = position
+            if is_view(node):
+                flow.bases[node] = flow.base(node.args[0])  # type: ignore[arg-type]
+                continue
+            flow.core.append(node)
+            flow.bases[node] = node
+            deps = dict.fromkeys(flow._reads(node))
+            tensors = [d for d in deps if is_tensor(d)]
+            written = _written(node)
+            for base in tensors:
+                if base in writers:
+                    deps[writers[base]] = None
+            for target in written:
+                base = flow.base(target)
+                deps.update(dict.fromkeys(n for n in memory.get(base, ()) if n is not node))
+                writers[base] = node
+            for base in tensors:
+                memory.setdefault(base, []).append(node)
+            flow.deps[node] = list(deps)
+            if node.op == "call_function":
+                flow.outside[node] = why_outside(node)
+        return flow
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """The core node whose memory `node` shows."""
+        return self.bases[node]
+
+    def _reads(self, node: fx.Node) -> Iterator[fx.Node]:
+        for argument in node.all_input_nodes:
+            while is_view(argument):
+                yield from (a for a in argument.all_input_nodes[1:])  # the sizes of a view
+                argument = argument.args[0]  # type: ignore[assignment]
+            yield argument
+
+    def fusable(self, node: fx.Node) -> bool:
+        """Whether `node` may be in a region as far as can be said without a plan."""
+        return node in self.outside and self.outside[node] is None
+
+    def uses(self, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """(reader, the reader's argument that shows `node`) of every core reader, through views."""
+        stack = [node]
+        while stack:
+            shown = stack.pop()
+            for user in shown.users:
+                if is_view(user) and user.args[0] is shown:
+                    stack.append(user)
+                elif not is_view(user):
+                    yield user, shown
+
+    def refuse(self, node: fx.Node, refusal: Refusal) -> None:
+        """Keep the first reason why `node` did not join a region. A plan is shared by equal candidates, so the place is filled in here."""
+        self.refusals.setdefault(node, Refusal(refusal.reason, node.name, source_line(node), refusal.rule))
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    if not is_effect(node):
+        return []
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
+    written = [given.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    return [g for g in written if isinstance(g, fx.Node)]

@@ -1,0 +1,59 @@
+"""The inverse of outlining."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from dsi.ir import ops
+from dsi.ir.region import Region
+
+
+def unfuse(gm: fx.GraphModule) -> None:
+    """Put the body of every region back where it is called, in place: a flat graph that computes the same.
+
+    Nodes keep their meta, `dsi_region` included. Writes that lowering made in place become functional again, with a `copy_` epilogue.
+    """
+    graph = fx.Graph()
+    value: dict[fx.Node, fx.Node | tuple[fx.Node, ...]] = {}
+    written: list[tuple[fx.Node, fx.Node]] = []  # (placeholder, its new value), in order
+
+    def inline(call: fx.Node, region: Region) -> tuple[fx.Node, ...]:
+        inner = {p: value[a] for p, a in zip(region.inputs, call.args, strict=True)}  # type: ignore[index]
+        for node in region.members:
+            inner[node] = graph.node_copy(node, inner.__getitem__)  # type: ignore[arg-type]
+        outputs = tuple(inner[o] for o in region.outputs)
+        for output, number in region.in_place.items():
+            cache = call.args[number]
+            if isinstance(cache, fx.Node) and cache.op == "placeholder":
+                written.append((value[cache], outputs[output]))  # type: ignore[arg-type]
+        return outputs  # type: ignore[return-value]
+
+    for node in gm.graph.nodes:
+        if node.op == "call_module" and isinstance(region := node.meta.get("region"), Region):
+            value[node] = inline(node, region)
+        elif node.target is operator.getitem and isinstance(outputs := value.get(node.args[0]), tuple):  # type: ignore[arg-type]
+            value[node] = outputs[node.args[1]]  # type: ignore[index]
+        elif node.target is ops.kv_write_:
+            cache, pos, new = (value[a] for a in node.args)  # type: ignore[index]
+            write = graph.call_function(ops.kv_write, (cache, pos, new), dict(node.kwargs))
+            write.meta = dict(node.meta) | {"val": torch.empty_like(cache.meta["val"])}  # type: ignore[union-attr]
+            written.append((cache, write))  # type: ignore[arg-type]
+            value[node.args[0]] = write  # type: ignore[index]
+        else:
+            if node.op == "output":
+                for cache, new in written:
+                    copy = graph.call_function(torch.ops.aten.copy_.default, (cache, new))
+                    copy.meta["val"] = cache.meta["val"]
+            value[node] = graph.node_copy(node, value.__getitem__)  # type: ignore[arg-type]
+    graph._codegen = gm.graph._codegen
+    gm.graph = graph
+    for name in [name for name, module in gm.named_children() if isinstance(module, fx.GraphModule) and not _called(graph, name)]:
+        gm.delete_submodule(name)
+    gm.graph.lint()
+
+
+def _called(graph: fx.Graph, name: str) -> bool:
+    return any(n.op in ("call_module", "get_attr") and str(n.target).split(".")[0] == name for n in graph.nodes)
