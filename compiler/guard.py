@@ -102,7 +102,12 @@ _DROPOUTS: dict[Any, tuple[tuple[str, int, Any], tuple[str, int, Any] | None]] =
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether `node`, of a torch-level or an ATen graph, draws random numbers as it is called."""
+    """Whether `node`, of a torch-level or an ATen graph, draws random numbers as it is called.
+
+    In a torch-level graph a function may hide what it draws; nothing hides it in the ATen graph that is made of it.
+    """
+    if node.target is F.gumbel_softmax:
+        return True
     if node.op == "call_function" and node.target in _DROPOUTS:
         probability, switch = _DROPOUTS[node.target]
         return _argument(node, probability) != 0 and (switch is None or _argument(node, switch) is not False)

@@ -90,13 +90,14 @@ class Observer:
             check_graph(gm, "aten", self.context.fake_mode, self._aliases)
 
     def aside(self, reason: str) -> None:
-        """The graph is run as it is: noted in its report, and warned of once a process for each reason."""
+        """The graph is run as it is: noted in its report, and warned of once a process for each kind of reason."""
         note = f"stepped aside, and the graph runs as it is: {reason}"
         self.context.report.notes.append(note)
         log.info("%s", note)
+        kind = reason.split(" (")[0]  # without the place
         with _saying:
-            new = reason not in _said
-            _said.add(reason)
+            new = kind not in _said
+            _said.add(kind)
         if new:
             warnings.warn(f"dsi {note}", stacklevel=2)
 
