@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from .tile import Plan
+from .tile import KernelSpec, Plan
 
 REGION_KINDS = ("linear", "attention", "embedding", "row")
 
@@ -29,6 +29,7 @@ class Region:
     label: str = ""  # e.g. "rms_norm + 3 linear + rope + kv_write"
     key: str = ""  # equal keys: equal kernels
     in_place: dict[int, int] = field(default_factory=dict)  # output number -> input number it may overwrite (set by lowering)
+    spec: KernelSpec | None = None  # what code generation is given (set by lowering)
 
     @property
     def inputs(self) -> list[fx.Node]:

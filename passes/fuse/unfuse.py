@@ -18,7 +18,13 @@ def unfuse(gm: fx.GraphModule) -> None:
     """
     graph = fx.Graph()
     value: dict[fx.Node, fx.Node | tuple[fx.Node, ...]] = {}
-    written: list[tuple[fx.Node, fx.Node]] = []  # (placeholder, its new value), in order
+    final: dict[fx.Node, fx.Node] = {}  # new placeholder -> the last value written to it in place
+    memory: dict[fx.Node, fx.Node] = {}  # such a value -> the placeholder whose memory it had
+
+    def write(cache: fx.Node, new: fx.Node) -> None:
+        placeholder = memory.get(cache, cache)
+        if placeholder.op == "placeholder":
+            final[placeholder], memory[new] = new, placeholder
 
     def inline(call: fx.Node, region: Region) -> tuple[fx.Node, ...]:
         inner = {p: value[a] for p, a in zip(region.inputs, call.args, strict=True)}  # type: ignore[index]
@@ -26,9 +32,7 @@ def unfuse(gm: fx.GraphModule) -> None:
             inner[node] = graph.node_copy(node, inner.__getitem__)  # type: ignore[arg-type]
         outputs = tuple(inner[o] for o in region.outputs)
         for output, number in region.in_place.items():
-            cache = call.args[number]
-            if isinstance(cache, fx.Node) and cache.op == "placeholder":
-                written.append((value[cache], outputs[output]))  # type: ignore[arg-type]
+            write(value[call.args[number]], outputs[output])  # type: ignore[index, arg-type]
         return outputs  # type: ignore[return-value]
 
     for node in gm.graph.nodes:
@@ -38,15 +42,15 @@ def unfuse(gm: fx.GraphModule) -> None:
             value[node] = outputs[node.args[1]]  # type: ignore[index]
         elif node.target is ops.kv_write_:
             cache, pos, new = (value[a] for a in node.args)  # type: ignore[index]
-            write = graph.call_function(ops.kv_write, (cache, pos, new), dict(node.kwargs))
-            write.meta = dict(node.meta) | {"val": torch.empty_like(cache.meta["val"])}  # type: ignore[union-attr]
-            written.append((cache, write))  # type: ignore[arg-type]
-            value[node.args[0]] = write  # type: ignore[index]
+            made = graph.call_function(ops.kv_write, (cache, pos, new), dict(node.kwargs))
+            made.meta = dict(node.meta) | {"val": torch.empty_like(cache.meta["val"])}  # type: ignore[union-attr]
+            write(cache, made)  # type: ignore[arg-type]
+            value[node.args[0]] = made  # type: ignore[index]
         else:
             if node.op == "output":
-                for cache, new in written:
-                    copy = graph.call_function(torch.ops.aten.copy_.default, (cache, new))
-                    copy.meta["val"] = cache.meta["val"]
+                for placeholder, new in final.items():
+                    copy = graph.call_function(torch.ops.aten.copy_.default, (placeholder, new))
+                    copy.meta["val"] = placeholder.meta["val"]
             value[node] = graph.node_copy(node, value.__getitem__)  # type: ignore[arg-type]
     graph._codegen = gm.graph._codegen
     gm.graph = graph

@@ -1,0 +1,199 @@
+"""Lower: KV writes happen in place where nobody can tell, and every region gets what its kernel is printed from.
+
+A functional `kv_write` costs a copy of the whole cache and the epilogue `copy_` another. Both go where the chain
+
+    cache (a graph input) -> kv_write -> … -> kv_write -> copy_(cache, ·)
+
+is all there is to the new value: nothing reads a state of the cache after the next write has replaced it, in the order in which the graph runs,
+and the new value leaves the graph only as that input. A write into a tensor that the graph has just made itself (the lazily allocated cache of a
+prefill) needs no copy either, if nothing else reads that tensor. Every other write stays functional, and the copy is reported.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from dsi.ir import analysis, ops
+from dsi.ir.context import Context
+from dsi.ir.region import Region
+from dsi.ir.source import source_line
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def lower(gm: fx.GraphModule, context: Context) -> None:
+    """Make KV writes of the fused graph `gm` in place where allowed and attach a `KernelSpec` to each region."""
+    writes = _writes(gm.graph)
+    placed: set[fx.Node] = set()
+    for copy in gm.graph.find_nodes(op="call_function", target=_COPY):
+        chain = _chain(copy, writes)
+        if not chain:
+            continue
+        reason = _why_not_in_place(copy, chain)
+        if reason is None and not context.fuel.take(f"lower {', '.join(w.value.name for w in chain)} in place of {chain[0].cache.name}"):
+            reason = "the fuel is spent (DSI_FUEL)"
+        placed.update(w.value for w in chain)
+        if reason is None:
+            _write_in_place(copy, chain)
+            continue
+        for write in chain:
+            _note(context, write, reason)
+    for write in writes.values():
+        if write.value in placed:
+            continue
+        reason = _why_not_reused(write)
+        if reason is not None:
+            _note(context, write, reason)
+        elif write.region is not None:
+            write.region.in_place[write.output] = write.input
+    gm.graph.lint()
+    gm.recompile()
+    for node in gm.graph.nodes:
+        if isinstance(region := node.meta.get("region"), Region) and region.plan is not None:
+            region.spec = analysis.kernel_spec(region)
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One `kv_write` of the outer graph: by itself (`region` None), or output number `output` of a region over its input number `input`."""
+
+    value: fx.Node  # the outer node that has the new cache
+    at: fx.Node  # the outer node that writes: `value` itself, or the region's call
+    cache: fx.Node
+    region: Region | None = None
+    output: int = 0
+    input: int = 0
+
+
+def _writes(graph: fx.Graph) -> dict[fx.Node, _Write]:
+    """The KV writes by the outer node that has the new value, in execution order."""
+    found: dict[fx.Node, _Write] = {}
+    for node in graph.nodes:
+        if node.target is ops.kv_write:
+            found[node] = _Write(node, node, node.args[0])
+        elif node.op == "call_function" and node.target is operator.getitem and isinstance(region := _region_of(node.args[0]), Region):
+            written = region.outputs[node.args[1]]
+            if written.target is ops.kv_write and written.args[0] in region.inputs:
+                number = region.inputs.index(written.args[0])
+                found[node] = _Write(node, node.args[0], node.args[0].args[number], region, node.args[1], number)
+    return found
+
+
+def _region_of(node: object) -> Region | None:
+    return node.meta.get("region") if isinstance(node, fx.Node) else None
+
+
+def _chain(copy: fx.Node, writes: dict[fx.Node, _Write]) -> list[_Write]:
+    """The writes by which the input that `copy` writes to became what it writes, first to last; [] if that is not how it came about."""
+    cache, value = copy.args[0], copy.args[1]
+    chain: list[_Write] = []
+    while isinstance(value, fx.Node) and value in writes:
+        chain.append(writes[value])
+        value = writes[value].cache
+    return chain[::-1] if value is cache and isinstance(cache, fx.Node) and cache.op == "placeholder" else []
+
+
+def _why_not_in_place(copy: fx.Node, chain: list[_Write]) -> str | None:
+    """Why the writes of `chain` may not happen in the input's own memory; None if they may."""
+    cache = chain[0].cache
+    order = {node: i for i, node in enumerate(cache.graph.nodes)}
+    if others := [c for c in cache.users if c.target is _COPY and c.args[0] is cache and c is not copy]:
+        return f"{cache.name} is written to by {others[0].name} too"
+    states = [cache, *(w.value for w in chain)]
+    for write, state in zip(chain, states, strict=False):
+        if reason := _why_region_reads(write):
+            return reason
+        for reader, _ in _readers(state):
+            if reader not in (write.at, copy) and reader.op != "output" and order[reader] > order[write.at]:
+                return f"{reader.name} reads {state.name} after {write.at.name} has replaced it"
+    for state in states[1:]:
+        for reader, shown in _readers(state):
+            if reader.op == "output" and not _listed_as_alias(reader, shown, cache):
+                return f"the new value {state.name} is returned as a tensor of its own"
+    return None
+
+
+def _why_region_reads(write: _Write) -> str | None:
+    """Why the region of `write` cannot have input and output in one place: it looks at the cache otherwise, too."""
+    if write.region is None:
+        return None
+    if sum(a is write.cache for a in write.at.args) > 1:
+        return f"{write.at.name} is given {write.cache.name} twice"
+    others = [n for n in write.region.inputs[write.input].users if n is not write.region.outputs[write.output]]
+    return f"{write.at.name} reads {write.cache.name} otherwise, too ({others[0].name})" if others else None
+
+
+def _why_not_reused(write: _Write) -> str | None:
+    """Why the memory of the tensor that `write` starts from may not become the result's; None if it may: the graph made it for nothing else."""
+    cache = write.cache
+    fresh = cache.op == "call_function" and isinstance(cache.target, torch._ops.OpOverload) and not _aliasing(cache.target)
+    if not fresh:
+        return f"{cache.name} is no input that the graph writes back to" if cache.op == "placeholder" else f"{cache.name} is not the graph's own"
+    if reason := _why_region_reads(write):
+        return reason
+    if write.region is None:
+        return f"{write.at.name} is in no region"
+    other = next((reader for reader, _ in _readers(cache) if reader is not write.at), None)
+    return f"{other.name} reads {cache.name}, too" if other is not None else None
+
+
+def _aliasing(target: torch._ops.OpOverload) -> bool:
+    return any(a.alias_info is not None for a in target._schema.arguments)
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(reader, what it reads) for everything that reads the memory of `node`, through views."""
+    stack = [node]
+    while stack:
+        shown = stack.pop()
+        for user in shown.users:
+            view = user.op == "call_function" and (
+                (isinstance(user.target, torch._ops.OpOverload) and user.target.is_view) or user.target is operator.getitem
+            )
+            if view and user.args[0] is shown:
+                stack.append(user)
+            else:
+                yield user, shown
+
+
+def _listed_as_alias(output: fx.Node, shown: fx.Node, cache: fx.Node) -> bool:
+    """Whether AOTAutograd knows each place where `shown` is returned as an alias of the input `cache`, and so makes that output from the input."""
+    tracing = torch._guards.TracingContext.try_get()
+    metadata = getattr(tracing, "fw_metadata", None)
+    returned = output.args[0]
+    if metadata is None or not isinstance(returned, (tuple, list)):
+        return False
+    number = [n for n in cache.graph.nodes if n.op == "placeholder"].index(cache)
+    infos = metadata.output_info
+    first = len(returned) - len(infos)  # mutated inputs that are not written back in the graph come before the outputs
+    if first < 0 or metadata.num_intermediate_bases or metadata.tokens:
+        return False
+    places = [i - first for i, value in enumerate(returned) if value is shown]
+    aliases = ("alias_of_input", "is_input")
+    return all(i >= 0 and infos[i].output_type.name in aliases and infos[i].base_idx == number for i in places)
+
+
+def _write_in_place(copy: fx.Node, chain: list[_Write]) -> None:
+    cache = chain[0].cache
+    copy.replace_all_uses_with(cache)
+    copy.graph.erase_node(copy)
+    for write in chain:
+        if write.region is not None:
+            write.region.in_place[write.output] = write.input
+            continue
+        _, pos, new = write.value.args
+        with write.value.graph.inserting_before(write.value):
+            made = write.value.graph.call_function(ops.kv_write_, (cache, pos, new), dict(write.value.kwargs))
+        made.meta = {**write.value.meta, "val": None}
+        write.value.replace_all_uses_with(cache)
+        write.value.graph.erase_node(write.value)
+
+
+def _note(context: Context, write: _Write, reason: str) -> None:
+    where = source_line(write.value)
+    context.report.notes.append(f"the KV write {write.value.name}{f' at {where}' if where else ''} copies the whole cache: {reason}")
