@@ -160,13 +160,14 @@ def constants_of(gm: fx.GraphModule) -> dict[str, Tensor]:
     """The tensors that the graph reads as attributes, in order of first use."""
     found: dict[str, Tensor] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
-        value = _attribute(gm, node.target)
+        value = attribute_of(gm, node.target)
         if isinstance(value, Tensor):
             found[node.target] = value
     return found
 
 
-def _attribute(gm: fx.GraphModule, path: str) -> Any:
+def attribute_of(gm: fx.GraphModule, path: str) -> Any:
+    """What `gm` holds under a dotted attribute path."""
     value: Any = gm
     for part in path.split("."):
         value = getattr(value, part)
@@ -195,12 +196,12 @@ class _Expander:
             elif node.op == "get_attr":
                 values[node] = self.constants.get(node.target) if region is None else None
                 if values[node] is None:
-                    values[node] = _attribute(gm, node.target)
+                    values[node] = attribute_of(gm, node.target)
             elif node.op == "output":
                 result = arguments(node.args[0])
                 return tuple(result) if isinstance(result, (tuple, list)) else (result,)
             elif node.op == "call_module":
-                values[node] = self.run(_region(node).body, arguments(node.args), _region(node))
+                values[node] = self.run(region_of(node).body, arguments(node.args), region_of(node))
             elif node in writes:
                 values[node] = write_in_place(*arguments(node.args), **arguments(node.kwargs))
                 self.stamp(node, region)
@@ -221,7 +222,8 @@ class _Expander:
         self.last = next(iter(reversed(inductor_api.current_graph().nodes)))
 
 
-def _region(node: fx.Node) -> Region:
+def region_of(node: fx.Node) -> Region:
+    """The region that a `call_module` node of the outer graph calls. Raises `DsiInternalError` if it has none."""
     region = node.meta.get("region")
     if not isinstance(region, Region):
         raise DsiInternalError(f"{node.name} is a call_module without a region")

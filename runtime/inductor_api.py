@@ -7,6 +7,7 @@ parameter differs between versions, its presence is asked for, not the version n
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
-# Inductor's pattern tables, configuration and code cache are process-wide: one compilation at a time. Dynamo holds a lock of its own around us, but
-# this executor may also be called directly.
-_LOCK = threading.RLock()
+
+
+@functools.cache
+def compile_lock() -> Any:
+    """The lock that Dynamo holds while it compiles. make_fx, Inductor's pattern tables and its configuration are process-wide, so whoever comes
+    without Dynamo must hold it too."""
+    from torch._dynamo import convert_frame
+
+    return getattr(convert_frame, "compile_lock", None) or threading.RLock()
+
 
 
 def cpp_compiler() -> str | None:
@@ -66,7 +74,7 @@ def trace(function: Callable, inputs: Sequence[Any], fake_mode: Any) -> fx.Graph
     """`function` of flat `inputs` (fakes and SymInts of `fake_mode`) as a flat graph of decomposed ATen operators."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with tracing_under(fake_mode):
+    with compile_lock(), tracing_under(fake_mode):
         return make_fx(function, decomposition_table=decompositions(), tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
 
@@ -95,7 +103,7 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, 
     from torch._inductor.virtualized import V
 
     static = [number for number in static_input_indices() if number < len(inputs)]
-    with _LOCK, V.set_fake_mode(fake_mode_of(inputs)), config.patch(patches):
+    with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch(patches):
         gm = _joint_graph_passes(compile_fx, gm, inputs)
         output = next(iter(reversed(gm.graph.nodes)))
         output.meta["user_visible_output_idxs"] = (

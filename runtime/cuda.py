@@ -1,0 +1,66 @@
+"""The CUDA executor: the lowered graph as a linear program whose region steps launch generated Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from dsi.ir.context import Context
+from dsi.ir.errors import Refusal
+from dsi.ir.region import Region
+from torch import fx
+
+from .cache import DiskCache
+from .kernels import device_name, kernels_for
+from .launch import GeneratedKernel
+from .program import Kernels, Program, RegionKernel, build
+from .sizes import Sizes
+from .timing import timed
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> Boxed:
+    """A boxed callable that computes the lowered graph `gm` on the device of its inputs, on the current stream.
+
+    A region for which no kernel can be generated runs member by member, by references; the report says why.
+    """
+    index = next((value.device.index for value in example_inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"), None)
+    with timed(context, "kernels"), torch.cuda.device(index):
+        program = build(gm, example_inputs, generated_kernels(context, "cuda"))
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        with torch.cuda.device(index):
+            return program(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    call.program = program  # type: ignore[attr-defined]
+    return call
+
+
+def compile_interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> Program:
+    """The same program on CPU tensors, its kernels run by Triton's interpreter. For tests, in a process that was started with TRITON_INTERPRET=1."""
+    return build(gm, example_inputs, generated_kernels(context, "cpu"))
+
+
+def generated_kernels(context: Context, device: str) -> Kernels:
+    """What runs a region on tensors of `device`: its generated kernels, or None, with a refusal in the report, where it must run by references."""
+    disk = DiskCache(device_name(context), context.options.cache)
+
+    def kernels(region: Region, values: Sequence[Any], sizes: Sizes) -> RegionKernel | None:
+        found: Any = kernels_for(region, context)
+        elsewhere = [f"{node} on {value.device}" for node, value in zip(region.inputs, values, strict=True) if _elsewhere(value, device)]
+        if not isinstance(found, Refusal) and elsewhere:
+            found = Refusal(f"runs by references: {', '.join(elsewhere)} cannot be read by a kernel", node=region.name)
+        if isinstance(found, Refusal):
+            if found not in context.report.unfused:
+                context.report.unfused.append(found)
+            return None
+        return GeneratedKernel(found, values, sizes, disk)
+
+    return kernels
+
+
+def _elsewhere(value: Any, device: str) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != device

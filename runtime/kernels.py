@@ -1,0 +1,168 @@
+"""Generated kernels: made once for all equal regions, kept on disk, loaded as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import sympy
+from dsi.codegen.kernel import Kernel, digest_of
+from dsi.ir.context import Context
+from dsi.ir.errors import Refusal, Refused
+from dsi.ir.region import Region
+
+from .cache import DiskCache
+from .serialise import expression_from_json, expression_to_json, kernel_from_json, kernel_to_json
+from .sizes import expression
+
+# Where a symbol of a kernel is read from: ("size", input number, dimension), ("stride", input number, dimension) or ("value", input number, 0).
+Origin = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    """The variants generated for one region and all equal ones, smallest row bucket first.
+
+    `symbols` says where each size symbol that the launches use is read from, in terms of the region's inputs; `rows` is the number of rows that
+    picks the variant.
+    """
+
+    variants: tuple[Kernel, ...]
+    rows: sympy.Expr
+    symbols: dict[str, Origin]
+
+
+_sets: dict[tuple[str, str], KernelSet | Refusal] = {}
+_modules: dict[str, ModuleType] = {}
+_lock = threading.RLock()
+
+
+def device_name(context: Context) -> str:
+    """The device that kernels are generated for, as caches are keyed: name and capability."""
+    import torch
+
+    if context.device == "cuda" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return f"{torch.cuda.get_device_name()} sm_{major}{minor}"
+    return "none"
+
+
+def kernels_for(region: Region, context: Context) -> KernelSet | Refusal:
+    """The kernels of `region`, from this process, from disk, or generated; a refusal where there can be none. Fills `region.kernels`."""
+    device = device_name(context)
+    memo = (device, region.key or f"{region.name} {id(region)}")
+    with _lock:
+        if memo not in _sets:
+            disk = DiskCache(device, context.options.cache and bool(region.key))
+            found = _read(disk, region.key)
+            if found is None:
+                found = _generate(region)
+                if isinstance(found, KernelSet):
+                    _write(disk, region.key, found)
+            _sets[memo] = found
+        found = _sets[memo]
+    if isinstance(found, KernelSet):
+        region.kernels = list(found.variants)
+    return found
+
+
+def print_kernels(context: Context) -> None:
+    """Generates the kernels of every region of the report that has none yet, so that they can be shown where the CPU runs something else."""
+    for region in context.report.regions:
+        if not region.kernels:
+            found = kernels_for(region, context)
+            if isinstance(found, Refusal):
+                context.report.unfused.append(found)
+
+
+def _generate(region: Region) -> KernelSet | Refusal:
+    from dsi import codegen
+
+    spec = getattr(region, "spec", None)
+    if spec is None:
+        return Refusal("no kernel can be generated for it: it has no plan", node=region.name)
+    try:
+        variants = codegen.generate(spec)
+    except Refused as refused:
+        return Refusal(refused.refusal.reason, refused.refusal.node or region.name, refused.refusal.where, refused.refusal.rule)
+    ordered = tuple(sorted(variants, key=lambda kernel: (kernel.max_rows is None, kernel.max_rows or 0)))
+    rows = spec.plan.queries if hasattr(spec.plan, "queries") else spec.plan.rows
+    return KernelSet(ordered, expression(rows), _origins(spec))
+
+
+def _origins(spec: Any) -> dict[str, Origin]:
+    found: dict[str, Origin] = {name: ("value", number, 0) for name, number in spec.scalars}
+    for part in ("size", "stride"):
+        for number, tensor in enumerate(spec.inputs):
+            for dim, expr in enumerate(tensor.sizes if part == "size" else tensor.strides):
+                if isinstance(expr, sympy.Symbol):
+                    found.setdefault(expr.name, (part, number, dim))
+    return found
+
+
+def _read(disk: DiskCache, key: str) -> KernelSet | None:
+    stored = disk.read("regions", key)
+    if stored is None:
+        return None
+    try:
+        variants = []
+        for value in stored["variants"]:
+            source = disk.read_source(value["digest"])
+            if source is None:
+                return None
+            variants.append(kernel_from_json(value, source))
+        symbols = {name: (str(part), int(number), int(dim)) for name, (part, number, dim) in stored["symbols"].items()}
+        return KernelSet(tuple(variants), expression_from_json(stored["rows"]), symbols)
+    except (KeyError, TypeError, ValueError):
+        return None  # of another format; it is generated and written anew
+
+
+def _write(disk: DiskCache, key: str, found: KernelSet) -> None:
+    if not disk.enabled:
+        return
+    try:
+        value = {
+            "variants": [kernel_to_json(kernel) for kernel in found.variants],
+            "rows": expression_to_json(found.rows),
+            "symbols": {name: list(origin) for name, origin in found.symbols.items()},
+        }
+    except ValueError:
+        return  # an expression that cannot be stored: generated in each process
+    for kernel in found.variants:
+        disk.write_source(kernel.source, kernel.digest)
+    disk.write("regions", key, value)
+
+
+def load(kernel: Kernel, disk: DiskCache) -> ModuleType:
+    """The module of a kernel's source. Triton reads a kernel's text from its file, so the module is imported from one."""
+    digest = digest_of(kernel.source)
+    with _lock:
+        if digest not in _modules:
+            path = disk.write_source(kernel.source, digest)
+            name = f"dsi_kernel_{digest}"
+            found = importlib.util.spec_from_file_location(name, path)
+            assert found is not None and found.loader is not None
+            module = importlib.util.module_from_spec(found)
+            sys.modules[name] = module
+            found.loader.exec_module(module)
+            _modules[digest] = module
+        return _modules[digest]
+
+
+def symbol_values(found: KernelSet, values: Sequence[Any]) -> dict[str, sympy.Expr]:
+    """Each symbol of the kernels as an expression of the outer graph, from the fakes and SymInts of the region's inputs."""
+    result: dict[str, sympy.Expr] = {}
+    for name, (part, number, dim) in found.symbols.items():
+        value = values[number]
+        if part == "value":
+            result[name] = expression(value)
+        elif part == "size":
+            result[name] = expression(value.shape[dim])
+        else:
+            result[name] = expression(value.stride()[dim])
+    return result

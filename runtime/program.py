@@ -1,0 +1,296 @@
+"""Linear programs: the lowered graph as a list of steps over slots.
+
+A step reads slots, writes slots, and frees those that no later step reads. A region is one step where a kernel runs it; otherwise its members are
+steps of their own, run by their references. `print(program)` shows every step in order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from dsi.ir.context import Context
+from dsi.ir.errors import DsiInternalError
+from dsi.ir.region import Region
+
+from .expand import attribute_of, expansion, in_place_writes, region_of, write_in_place
+from .sizes import Environment, Sizes
+
+Run = Callable[[list[Any], Environment], None]
+
+
+class RegionKernel(Protocol):
+    """What runs one region: reads `inputs`, fills `outputs` (fresh, cloned, or an input that is overwritten in place)."""
+
+    def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None: ...
+
+    def describe(self) -> str:
+        """A few words for the printed program."""
+        ...
+
+
+CODE = "s[{}]"  # how a slot is written in a step's code
+# (region, fakes and SymInts of its inputs in the outer graph, sizes of the outer graph) -> what runs it; None: its members, by references.
+Kernels = Callable[[Region, Sequence[Any], Sizes], RegionKernel | None]
+
+
+@dataclass
+class Step:
+    """One step: `run(slots, sizes)`, its text, the slots that it reads and writes, and those that are free after it."""
+
+    run: Run
+    text: str
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+
+
+@dataclass
+class Program:
+    """Steps over slots. Slots 0 .. inputs-1 are the inputs; `constants` are preset. Boxed: call it with a list of inputs, which it empties."""
+
+    inputs: int
+    sizes: Sizes
+    steps: list[Step] = field(default_factory=list)
+    constants: dict[int, Any] = field(default_factory=dict)
+    slots: int = 0
+    results: list[Any] = field(default_factory=list)  # slot numbers, or (value,) for a literal
+    _boxed_call: bool = True
+
+    def finish(self) -> Program:
+        """Computes what each step frees. To be called once, after the last step was added."""
+        kept = {result for result in self.results if isinstance(result, int)} | set(self.constants)
+        last = {slot: number for number, step in enumerate(self.steps) for slot in (*step.reads, *step.writes)}
+        for number, step in enumerate(self.steps):
+            step.frees = tuple(sorted(slot for slot in {*step.reads, *step.writes} if last[slot] == number and slot not in kept))
+        self._template = [self.constants.get(slot) for slot in range(self.slots)]
+        self._plan = [(step.run, step.frees) for step in self.steps]
+        return self
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        slots = self._template.copy()
+        slots[: self.inputs] = inputs
+        sizes = self.sizes.bind(inputs)
+        inputs.clear()
+        for run, frees in self._plan:
+            run(slots, sizes)
+            for slot in frees:
+                slots[slot] = None
+        return [slots[result] if isinstance(result, int) else result[0] for result in self.results]
+
+    def __str__(self) -> str:
+        width = len(str(len(self.steps)))
+        head = f"program of {len(self.steps)} steps over {self.slots} slots; inputs %0 .. %{self.inputs - 1}; sizes ({', '.join(self.sizes.names)})"
+        lines = [
+            f"{number:>{width}}  {step.text}" + (f"    # frees {', '.join(f'%{s}' for s in step.frees)}" if step.frees else "")
+            for number, step in enumerate(self.steps)
+        ]
+        results = ", ".join(f"%{r}" if isinstance(r, int) else repr(r[0]) for r in self.results)
+        return "\n".join([head, *lines, f"{'':>{width}}  return {results}"])
+
+
+def no_kernels(region: Region, values: Sequence[Any], sizes: Sizes) -> RegionKernel | None:
+    """Kernels for no region: everything runs by references."""
+    return None
+
+
+def reference_kernels(region: Region, values: Sequence[Any], sizes: Sizes) -> RegionKernel | None:
+    """A kernel for every region that computes its body by references and stores the results where a real kernel would."""
+    return ReferenceKernel(region)
+
+
+def build(gm: fx.GraphModule, example_inputs: Sequence[Any], kernels: Kernels, table: Mapping[str, Callable[..., Any]] | None = None) -> Program:
+    """The lowered graph as a program. `kernels` says what runs a region (None: its members, by references); `table` holds other forms of
+    semantic operators (see runtime/expand.py)."""
+    return _Builder(Sizes(example_inputs), kernels, table or {}).build(gm)
+
+
+def interpret(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> Program:
+    """The lowered graph as a program that runs every operator by its reference, KV writes in place where lowering allows them."""
+    return build(gm, example_inputs, no_kernels)
+
+
+class _Builder:
+    def __init__(self, sizes: Sizes, kernels: Kernels, table: Mapping[str, Callable[..., Any]]):
+        self.program = Program(0, sizes)
+        self.kernels = kernels
+        self.table = table
+
+    def build(self, gm: fx.GraphModule) -> Program:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.program.inputs = len(placeholders)
+        slots: dict[fx.Node, Any] = {node: self.slot() for node in placeholders}
+        returned = self.lower(gm, slots)
+        values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        self.program.results = [slots[value] if isinstance(value, fx.Node) else (value,) for value in values]
+        return self.program.finish()
+
+    def slot(self) -> int:
+        self.program.slots += 1
+        return self.program.slots - 1
+
+    def lower(self, gm: fx.GraphModule, slots: dict[fx.Node, Any], region: Region | None = None) -> Any:
+        """Adds the steps of one graph (the outer one, or a region's body). `slots` maps nodes to slots (a region call: to a list of slots)."""
+        writes = in_place_writes(region) if region is not None else {}
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                return node.args[0]
+            if node.op == "get_attr":
+                slots[node] = self.slot()
+                self.program.constants[slots[node]] = attribute_of(gm, node.target)
+            elif node.op == "call_module":
+                slots[node] = self.region(region_of(node), [slots[arg] if isinstance(arg, fx.Node) else (arg,) for arg in node.args], node)
+            elif node.op == "call_function":
+                self.call(node, slots, write_in_place if node in writes else None, region)
+        raise DsiInternalError("a graph without an output node")
+
+    def call(self, node: fx.Node, slots: dict[fx.Node, Any], function: Callable[..., Any] | None, region: Region | None) -> None:
+        if node.target is operator.getitem and isinstance(slots.get(node.args[0]), list):
+            slots[node] = slots[node.args[0]][node.args[1]]
+            return
+        function = function or expansion(node.target, self.table)
+        names: dict[str, Any] = {"function": function}
+        reads: list[int] = []
+
+        def written(value: Any, slot: str) -> str:
+            """`value` as source text, a slot's number put into the format `slot`."""
+            if isinstance(value, fx.Node):
+                reads.append(slots[value])
+                return slot.format(slots[value])
+            if isinstance(value, (list, tuple)):
+                items = ", ".join(written(item, slot) for item in value)
+                return f"[{items}]" if isinstance(value, list) else f"({items}{',' if value else ''})"
+            if isinstance(value, dict):
+                return "{" + "".join(f"{key!r}: {written(item, slot)}, " for key, item in value.items()) + "}"
+            if isinstance(value, slice):
+                return f"slice({', '.join(written(part, slot) for part in (value.start, value.stop, value.step))})"
+            if value is None or type(value) in (bool, int, str):
+                return repr(value)
+            name = f"c{len(names)}"
+            names[name] = value
+            return name if slot == CODE else str(value)
+
+        def call(slot: str) -> str:
+            return ", ".join([*(written(arg, slot) for arg in node.args), *(f"{key}={written(arg, slot)}" for key, arg in node.kwargs.items())])
+
+        slots[node] = self.slot()
+        run = _define(f"s[{slots[node]}] = function({call(CODE)})", names)
+        inside = f"[{region.name}] " if region is not None else ""
+        text = f"{inside}%{slots[node]} = {'dsi.kv_write_' if function is write_in_place else _name(node.target)}({call('%{}')})"
+        self.program.steps.append(Step(run, text, tuple(reads), (slots[node],)))
+
+    def region(self, region: Region, arguments: list[Any], node: fx.Node) -> list[Any]:
+        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+        kernel = self.kernels(region, values, self.program.sizes)
+        if kernel is None:
+            inner: dict[fx.Node, Any] = {}
+            for placeholder, argument in zip(region.inputs, arguments, strict=True):
+                inner[placeholder] = argument if isinstance(argument, int) else self.constant(argument[0])
+            return [inner[output] for output in self.lower(region.body, inner, region)]
+        reads = [argument if isinstance(argument, int) else self.constant(argument[0]) for argument in arguments]
+        writes = [self.slot() for _ in region.outputs]
+        run = _region_step(region, kernel, reads, writes, self.program.sizes)
+        called = ", ".join(f"%{slot}" for slot in reads)
+        text = f"{', '.join(f'%{slot}' for slot in writes)} = {region.name}({called})    # {kernel.describe()}"
+        self.program.steps.append(Step(run, text, tuple(reads), tuple(writes)))
+        return list(writes)
+
+    def constant(self, value: Any) -> int:
+        slot = self.slot()
+        self.program.constants[slot] = value
+        return slot
+
+
+def _define(statement: str, names: dict[str, Any]) -> Run:
+    scope = dict(names)
+    exec(f"def run(s, sizes):\n    {statement}", scope)
+    return scope["run"]
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return getattr(target, "__name__", str(target))
+
+
+def cloned_inputs(region: Region) -> dict[int, int]:
+    """The outputs that start from an input's contents without overwriting it: output number -> input number."""
+    numbers = {node: number for number, node in enumerate(region.inputs)}
+    found = {}
+    for number, node in enumerate(region.outputs):
+        if number not in region.in_place and _name(node.target) == "dsi.kv_write.default" and node.args[0] in numbers:
+            found[number] = numbers[node.args[0]]
+    return found
+
+
+def _region_step(region: Region, kernel: RegionKernel, reads: list[int], writes: list[int], sizes: Sizes) -> Run:
+    """Gathers a region's inputs, provides its outputs, and runs its kernel. A region with an empty tensor runs by its body instead."""
+    in_place_writes(region)  # raises if what lowering allowed cannot be
+    clones = cloned_inputs(region)
+    makers: list[Callable[[Sequence[Any], Environment], torch.Tensor]] = []
+    for number, node in enumerate(region.outputs):
+        value = node.meta["val"]
+        if number in region.in_place:
+            makers.append(_same(region.in_place[number]))
+        else:
+            makers.append(_empty(sizes.compile(*value.shape), sizes.compile(*value.stride()), value, clones.get(number)))
+    body = ReferenceKernel(region)
+
+    def run(slots: list[Any], env: Environment) -> None:
+        inputs = [slots[slot] for slot in reads]
+        outputs = [make(inputs, env) for make in makers]
+        if any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in (*inputs, *outputs)):
+            body(inputs, outputs, env)
+        else:
+            kernel(inputs, outputs, env)
+        for slot, output in zip(writes, outputs, strict=True):
+            slots[slot] = output
+
+    return run
+
+
+def _same(number: int) -> Callable[[Sequence[Any], Environment], torch.Tensor]:
+    return lambda inputs, env: inputs[number]
+
+
+def _empty(shape: Any, stride: Any, fake: torch.Tensor, base: int | None) -> Callable[[Sequence[Any], Environment], torch.Tensor]:
+    dtype, device = fake.dtype, fake.device
+
+    def make(inputs: Sequence[Any], env: Environment) -> torch.Tensor:
+        size = shape if isinstance(shape, tuple) else shape(*env)
+        step = stride if isinstance(stride, tuple) else stride(*env)
+        fresh = torch.empty_strided(size, step, dtype=dtype, device=device)
+        return fresh if base is None else fresh.copy_(inputs[base])
+
+    return make
+
+
+class ReferenceKernel:
+    """Runs a region's body by references and stores the results in the outputs given, as a generated kernel would."""
+
+    def __init__(self, region: Region):
+        self.region = region
+        self._body: Program | None = None
+
+    def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
+        if self._body is None:
+            self._body = _body_program(self.region)
+        for output, result in zip(outputs, self._body(list(inputs)), strict=True):
+            if output is not result:
+                output.copy_(result)
+
+    def describe(self) -> str:
+        return f"reference of {self.region.label or self.region.kind}"
+
+
+def _body_program(region: Region) -> Program:
+    builder = _Builder(Sizes(()), no_kernels, {})
+    inner: dict[fx.Node, Any] = {node: builder.slot() for node in region.inputs}
+    builder.program.inputs = len(inner)
+    builder.program.results = [inner[output] for output in builder.lower(region.body, inner, region)]
+    return builder.program.finish()
