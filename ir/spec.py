@@ -143,8 +143,7 @@ class _Check:
         if node.op != "call_function":
             raise self._fail(node, f"an ATen-level graph has no {node.op}")
         target = node.target
-        scalar = getattr(target, "__module__", "") in ("_operator", "math", "torch", "torch.utils._sympy.functions", "builtins")
-        if not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)) and not scalar:
+        if not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)) and not _is_scalar_call(node):
             raise self._fail(node, "the target is neither an operator overload nor scalar arithmetic")
         if self.level == "body" and isinstance(target, torch._ops.HigherOrderOperator):
             raise self._fail(node, "a higher-order operator inside a region")
@@ -236,6 +235,15 @@ class _Check:
         if isinstance(value, torch.Tensor) and self.fake_mode is not None:
             return self.fake_mode.from_tensor(value)
         return value
+
+
+def _is_scalar_call(node: fx.Node) -> bool:
+    """Whether `node` takes a tuple apart or computes with sizes."""
+    if node.target is operator.getitem:
+        return True
+    module, name = getattr(node.target, "__module__", "") or "", getattr(node.target, "__name__", "")
+    known = module in ("_operator", "math", "builtins") or name.startswith(("sym_", "_sym_"))
+    return known and not isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _difference(stated: Any, computed: Any) -> str:
