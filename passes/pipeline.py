@@ -14,7 +14,11 @@ from torch import fx
 
 from dsi.ir.context import Context
 
+from .fuse import fuse
 from .lift import lift
+from .lower import lower
+from .normalise import normalise
+from .recognise import recognise
 
 
 @dataclass(frozen=True)
@@ -43,5 +47,9 @@ def quantise(gm: fx.GraphModule, context: Context) -> None:
 PIPELINE: tuple[Stage, ...] = (
     Stage("lift", "dynamo", lift),
     Stage("shard", "dynamo", shard),
+    Stage("normalise", "aten", normalise, "aten"),
+    Stage("recognise", "aten", recognise, "aten"),
+    Stage("fuse", "aten", fuse, "regions"),
     Stage("quantise", "regions", quantise, "regions"),
+    Stage("lower", "regions", lower, "lowered"),
 )

@@ -114,7 +114,7 @@ def test_order():
 
 
 def with_epilogue():
-    gm, mode = traced(lambda cache, x: (x + 1, cache * 2), (3, 5), (3, 5))
+    gm, _mode = traced(lambda cache, x: (x + 1, cache * 2), (3, 5), (3, 5))
     cache = next(iter(gm.graph.nodes))
     with gm.graph.inserting_before(gm.graph.output_node()):
         copy = gm.graph.call_function(aten.copy_.default, (cache, node_of(gm, aten.add.Tensor)))
@@ -128,7 +128,7 @@ def test_the_epilogue_may_write_to_inputs():
 
 
 def test_nothing_reads_an_input_after_the_epilogue():
-    gm, cache, copy = with_epilogue()
+    gm, _cache, copy = with_epilogue()
     copy.append(node_of(gm, aten.mul.Tensor))
     assert_fails(gm, "aten", ["copy_", "reads cache"])
 
@@ -230,7 +230,7 @@ def test_a_module_that_is_no_region():
 
 
 def test_a_region_whose_body_is_another():
-    gm, call, region, _ = with_region()
+    gm, _call, region, _ = with_region()
     region.body = torch.fx.GraphModule({}, region.body.graph)
     assert_fails(gm, "regions", "not the region's body")
 
