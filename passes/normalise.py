@@ -1,0 +1,46 @@
+"""normalise: casts, copies and views tidied, so that the rules after it meet one spelling of everything."""
+
+from __future__ import annotations
+
+from dsi.ir.context import Context
+from dsi.patterns.engine import apply_rules
+from dsi.patterns.rule import Rule
+from dsi.patterns.rules.cast_chain import CastChain
+from dsi.patterns.rules.cast_device import CastDevice
+from dsi.patterns.rules.neutral_element import NeutralElement
+from dsi.patterns.rules.no_op_cast import NoOpCast
+from dsi.patterns.rules.no_op_copy import NoOpCopy
+from dsi.patterns.rules.no_op_dropout import NoOpDropout
+from dsi.patterns.rules.no_op_view import NoOpView
+from dsi.patterns.rules.outer_product import OuterProduct
+from dsi.patterns.rules.permute_chain import PermuteChain
+from dsi.patterns.rules.softmax_cast import SoftmaxCast
+from dsi.patterns.rules.split_spelling import SplitSpelling
+from dsi.patterns.rules.transpose_spelling import TransposeSpelling
+from dsi.patterns.rules.view_chain import ViewChain
+from dsi.patterns.rules.view_spelling import ViewSpelling
+from torch import fx
+
+# Run in this order, over and over until none applies.
+RULES: tuple[type[Rule], ...] = (
+    ViewSpelling,
+    TransposeSpelling,
+    SplitSpelling,
+    CastDevice,
+    SoftmaxCast,
+    NoOpDropout,
+    NoOpCast,
+    CastChain,
+    NoOpCopy,
+    NeutralElement,
+    NoOpView,
+    ViewChain,
+    PermuteChain,
+    OuterProduct,
+)
+
+
+def normalise(gm: fx.GraphModule, context: Context) -> None:
+    """Applies `RULES`, and the user's rules of this stage before them, to a fixpoint."""
+    own = tuple(rule for rule in getattr(context.options, "rules", ()) if rule.stage == "normalise")
+    apply_rules(gm, (*own, *RULES), context, fixpoint=True)

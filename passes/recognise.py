@@ -1,0 +1,48 @@
+"""recognise: what a transformer computes becomes semantic operators, one node each."""
+
+from __future__ import annotations
+
+from dsi.ir.context import Context
+from dsi.patterns.engine import apply_rules
+from dsi.patterns.rule import Rule
+from dsi.patterns.rules.embedding import Embedding
+from dsi.patterns.rules.gated import Gated
+from dsi.patterns.rules.gelu import Gelu
+from dsi.patterns.rules.kv_write import KvWrite
+from dsi.patterns.rules.layer_norm import LayerNorm
+from dsi.patterns.rules.layer_norm_spelled import LayerNormSpelled
+from dsi.patterns.rules.linear import Linear, LinearBatched, LinearFlattened
+from dsi.patterns.rules.partial_rope import PartialRope
+from dsi.patterns.rules.relu import Relu
+from dsi.patterns.rules.rms_norm import RmsNorm
+from dsi.patterns.rules.rms_norm_fused import RmsNormFused
+from dsi.patterns.rules.rope import Rope
+from dsi.patterns.rules.silu import Silu
+from dsi.patterns.rules.tanh import Tanh
+from torch import fx
+
+# Run once, in this order: what contains another rule's pattern comes before it, what builds on its operator after it.
+RULES: tuple[type[Rule], ...] = (
+    LayerNormSpelled,
+    LayerNorm,
+    RmsNorm,
+    RmsNormFused,
+    LinearFlattened,
+    LinearBatched,
+    Linear,
+    Gelu,
+    Silu,
+    Relu,
+    Tanh,
+    Gated,
+    Rope,
+    PartialRope,
+    KvWrite,
+    Embedding,
+)
+
+
+def recognise(gm: fx.GraphModule, context: Context) -> None:
+    """Applies `RULES` once, the user's rules of this stage before them (on ATen) and after them (on semantic operators)."""
+    own = tuple(rule for rule in getattr(context.options, "rules", ()) if rule.stage == "recognise")
+    apply_rules(gm, (*own, *RULES, *own), context)

@@ -1,0 +1,101 @@
+"""The arguments of a node in one spelling: schema order, defaults filled in, dimensions and slice bounds counted from the front."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+import torch
+from torch import fx
+
+from .vocabulary import DIMENSION_ARGUMENTS, Target, parameters
+
+aten = torch.ops.aten
+
+
+class Arguments:
+    """Canonical arguments per node, remembered until a node's arguments change."""
+
+    def __init__(self) -> None:
+        self._memo: dict[fx.Node, tuple[Any, Any, dict[str, Any]]] = {}
+
+    def of(self, node: fx.Node) -> dict[str, Any]:
+        """Schema name -> argument, in schema order, with every default."""
+        known = self._memo.get(node)
+        if known is not None and known[0] is node.args and known[1] is node.kwargs:
+            return known[2]
+        named = _canonical(node)
+        self._memo[node] = (node.args, node.kwargs, named)
+        return named
+
+
+def _canonical(node: fx.Node) -> dict[str, Any]:
+    target: Target = node.target  # type: ignore[assignment]
+    params = parameters(target)
+    named = {p.name: p.default for p in params}
+    named.update((p.name, a) for p, a in zip(params, node.args, strict=False))
+    named.update(node.kwargs)
+    if target is operator.getitem:
+        return named
+    for name in named:
+        if name in DIMENSION_ARGUMENTS:
+            named[name] = canonical_dim(named[name], dimension_rank(target, named))
+    if target is aten.slice.Tensor:
+        _slice_bounds(named)
+    elif "size" in named:
+        named["size"] = _explicit_sizes(named["size"], node)
+    return named
+
+
+def dimension_rank(target: Target, named: dict[str, Any]) -> int | None:
+    """The rank of the tensor whose dimensions a dimension argument of this call numbers."""
+    first = next(iter(named.values()), None)
+    if isinstance(first, (list, tuple)):
+        first = first[0] if first else None
+    value = first.meta.get("val") if isinstance(first, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value.dim() + (target in (aten.unsqueeze.default, aten.stack.default))
+
+
+def canonical_dim(dim: Any, rank: int | None) -> Any:
+    """`dim`, or each of a list of them, counted from the front."""
+    if isinstance(dim, (list, tuple)):
+        return [canonical_dim(d, rank) for d in dim]
+    if isinstance(dim, int) and not isinstance(dim, bool) and rank and -rank <= dim < 0:
+        return dim + rank
+    return dim
+
+
+def _slice_bounds(named: dict[str, Any]) -> None:
+    value = named["self"].meta.get("val")
+    size = value.shape[named["dim"]] if isinstance(value, torch.Tensor) else None
+    start, end = named["start"], named["end"]
+    start = 0 if start is None else start
+    end = sys.maxsize if end is None else end
+    if isinstance(size, int):
+        if isinstance(start, int):
+            start = max(start + size, 0) if start < 0 else min(start, size)
+        if isinstance(end, int):
+            end = max(end + size, 0) if end < 0 else min(end, size)
+    named["start"], named["end"] = start, end
+
+
+def _explicit_sizes(sizes: Any, node: fx.Node) -> Any:
+    """A size list with every -1 replaced by what it stands for, where that is a number."""
+    value = node.meta.get("val")
+    if not isinstance(sizes, (list, tuple)) or not isinstance(value, torch.Tensor) or len(sizes) != value.dim():
+        return sizes
+    return [full if isinstance(s, int) and s == -1 and isinstance(full, int) else s for s, full in zip(sizes, value.shape, strict=True)]
+
+
+def canonical_literal(node: fx.Node, named: dict[str, Any], name: str, literal: Any) -> Any:
+    """A pattern's literal for argument `name` of `node`, brought to the spelling of `named`."""
+    if name in DIMENSION_ARGUMENTS:
+        return canonical_dim(literal, dimension_rank(node.target, named))  # type: ignore[arg-type]
+    if node.target is aten.slice.Tensor and name in ("start", "end"):
+        bounds = {**named, "start": 0, "end": None, name: literal}
+        _slice_bounds(bounds)
+        return bounds[name]
+    return literal

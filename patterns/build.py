@@ -1,0 +1,118 @@
+"""What `rewrite` builds with: nodes of a graph, or tensors inside `verify`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from dsi.ir.errors import DsiError
+from dsi.ir.ops import REGISTRY
+from torch import fx
+
+from .pattern import _unknown
+from .vocabulary import OPS, Target, invoke, spell
+
+
+class _Keep:
+    def __repr__(self) -> str:
+        return "dsi.keep"
+
+
+KEEP = _Keep()
+
+
+class _Words:
+    """Attribute access to operators: `dsi.aten.view(x, sizes)`."""
+
+    def __init__(self, builder: Builder):
+        self._builder = builder
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in OPS:
+            raise _unknown(f"dsi.aten.{name}", name, OPS)
+        op, builder = OPS[name], self._builder
+        return lambda *args, **kwargs: builder._emit(op.overloads[0], args, {**op._fixed_of(op.overloads[0]), **kwargs}, op.compute)
+
+
+class Builder(ABC):
+    """The `dsi` of a rewrite: `dsi.<operator>(...)` for the semantic operators, `dsi.aten.<word>(...)` for the vocabulary of patterns.
+
+    `dsi.keep`, returned in place of a value, leaves that output of the pattern as it is.
+    """
+
+    keep = KEEP
+
+    @property
+    def aten(self) -> _Words:
+        """The words of the pattern vocabulary, arguments in schema order."""
+        return _Words(self)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in REGISTRY:
+            raise DsiError(f"dsi.{name} is no semantic operator (known: {', '.join(REGISTRY)}); dsi.call(overload, ...) takes any overload")
+        overload = REGISTRY[name].overload
+        return lambda *args, **kwargs: self._emit(overload, args, kwargs)
+
+    def call(self, overload: Target, *args: Any, **kwargs: Any) -> Any:
+        """A call of any overload, arguments in schema order."""
+        return self._emit(overload, args, kwargs)
+
+    @abstractmethod
+    def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> Any: ...
+
+    @abstractmethod
+    def value(self, x: Any) -> Any:
+        """The tensor of `x` (a fake one in a graph)."""
+
+    @abstractmethod
+    def size(self, x: Any, dim: int) -> Any:
+        """The size of dimension `dim` of `x`, usable as an argument: an int, or a node where it is symbolic."""
+
+    def sizes(self, x: Any) -> list[Any]:
+        """All sizes of `x`, usable as arguments."""
+        return [self.size(x, d) for d in range(self.value(x).dim())]
+
+
+class EagerBuilder(Builder):
+    """Computes a rewrite on tensors."""
+
+    def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> Any:
+        if compute is not None:
+            return compute(*args)
+        return invoke(target, args, kwargs)
+
+    def value(self, x: Any) -> Any:
+        return x
+
+    def size(self, x: Any, dim: int) -> Any:
+        return x.shape[dim]
+
+
+class GraphBuilder(Builder):
+    """Adds the nodes of a rewrite to a graph, at the graph's insertion point; keeps the list of what it `made`."""
+
+    def __init__(self, graph: fx.Graph, evaluate: Callable[[fx.Node], Any]):
+        self._graph, self._evaluate = graph, evaluate
+        self.made: list[fx.Node] = []
+
+    def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> fx.Node:
+        positional, named = spell(target, args, kwargs)
+        # Named for the operator alone ("rope_1"), as AOTAutograd names its nodes.
+        name = target._opname if isinstance(target, torch._ops.OpOverload) else None
+        node = self._graph.create_node("call_function", target, positional, named, name)
+        self.made.append(node)
+        node.meta["val"] = self._evaluate(node)
+        return node
+
+    def value(self, x: Any) -> Any:
+        return x.meta["val"]
+
+    def size(self, x: Any, dim: int) -> Any:
+        size = x.meta["val"].shape[dim]
+        if isinstance(size, int):
+            return size
+        return self._emit(torch.ops.aten.sym_size.int, (x, dim), {})

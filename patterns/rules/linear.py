@@ -1,0 +1,98 @@
+"""[view] -> mm(x, w) or addmm(bias, x, w) -> [view]   ->   dsi.linear(x, w, bias)
+
+A weight that is transposed for the product is stored [N, K]; one that is not is stored [K, N] (`kn`). The views around the product go with
+it where they only flatten the leading dimensions and restore them. Seen in: GPT-2's Conv1D (addmm, [K, N]); `x @ w.T`; `torch.matmul` with
+a parameter.
+"""
+
+from dsi.patterns.rule import Rule
+
+
+class Linear(Rule):
+    """The product of two matrices, without views around it that could be absorbed."""
+
+    dims = {"x": "M K", "bias": "N"}
+
+    def pattern(self, op, x, w, bias):
+        stored = op.either("stored", nk=lambda: op.permute(w, [1, 0]), kn=lambda: w)
+        return op.either("bias", given=lambda: op.addmm(bias, x, stored), absent=lambda: op.mm(x, stored))
+
+    def check(self, m):
+        check_linear(m, bias=True)
+
+    def rewrite(self, dsi, m):
+        return dsi.linear(m.x, m.w, m.bias, kn=m.tag("stored") == "kn")
+
+    def sample(self, s):
+        kn = s.chosen("stored") == "kn"
+        return {**s.defaults(), "w": s.tensor("K N" if kn else "N K")}
+
+
+class LinearFlattened(Rule):
+    """The same with leading dimensions that are flattened to rows before and restored after: x keeps them."""
+
+    dims = {"bias": "N"}
+
+    def pattern(self, op, x, w, bias, flat, sizes):
+        stored = op.either("stored", nk=lambda: op.permute(w, [1, 0]), kn=lambda: w)
+        rows = op.either("rows", flattened=lambda: op.view(x, flat), plain=lambda: x).named("rows")
+        product = op.either("bias", given=lambda: op.addmm(bias, rows, stored), absent=lambda: op.mm(rows, stored))
+        return op.view(product.named("product"), sizes)
+
+    def check(self, m):
+        check_linear(m, bias=True)
+        out, product = m.output().shape, m.shape("product")
+        m.require(len(out) > 2, f"the view after the product makes {list(out)}: there are no leading dimensions to restore")
+        m.require(
+            m.same(out[-1], product[-1]), f"the view after the product makes {list(out)} of {list(product)}, which cuts the last dimension"
+        )
+
+    def rewrite(self, dsi, m):
+        *leading, _ = m.output().shape
+        inner = m.shape("rows")[-1]
+        x = m.x
+        if not m.same(m.shape("x"), (*leading, inner)):
+            # The sizes as the graph spells them; a symbolic one is a node.
+            x = dsi.aten.view(x, [*m.sizes[:-1], inner])
+        return dsi.linear(x, m.w, m.bias, kn=m.tag("stored") == "kn")
+
+    def sample(self, s):
+        kn = s.chosen("stored") == "kn"
+        b, t, k, n = s.size("B"), s.size("T"), s.size("K"), s.size("N")
+        x = [b * t, k] if s.chosen("rows") == "plain" else s.pick(([b, t, k], [b, k, t]))
+        return {
+            "x": s.tensor_of(x),
+            "w": s.tensor("K N" if kn else "N K"),
+            "bias": s.tensor("N"),
+            "flat": s.pick(([b * t, k], [-1, k])),
+            "sizes": s.pick(([b, t, n], [b, -1, n], [t, b, n], [b * t, n])),
+        }
+
+
+class LinearBatched(Rule):
+    """The product of x [B, S, K] with one matrix repeated B times: torch's `matmul` of operands that it cannot flatten."""
+
+    dims = {"x": "B S K"}
+
+    def pattern(self, op, x, w, sizes):
+        stored = op.either("stored", nk=lambda: op.permute(w, [1, 0]), kn=lambda: w)
+        return op.bmm(x, op.expand(stored, sizes).named("repeated"))
+
+    def check(self, m):
+        check_linear(m, bias=False)
+
+    def rewrite(self, dsi, m):
+        return dsi.linear(m.x, m.w, None, kn=m.tag("stored") == "kn")
+
+    def sample(self, s):
+        kn = s.chosen("stored") == "kn"
+        return {**s.defaults(), "w": s.tensor("K N" if kn else "N K"), "sizes": [s.size("B"), s.size("K"), s.size("N")]}
+
+
+def check_linear(m, bias):
+    """What all three have in common: one floating dtype, and a weight that is a matrix."""
+    m.require(m.rank("w") == 2, f"the weight has rank {m.rank('w')}")
+    m.require(m.dtype("x").is_floating_point, f"x is {m.dtype('x')}")
+    m.require(m.dtype("w") == m.dtype("x"), f"x is {m.dtype('x')} and the weight {m.dtype('w')}")
+    if bias and m.present("bias"):
+        m.require(m.dtype("bias") == m.dtype("x"), f"x is {m.dtype('x')} and the bias {m.dtype('bias')}")
