@@ -202,7 +202,11 @@ class Space:
             return ZERO
         if expr.is_Integer and by.is_Integer:
             return expr % by
-        whole, rest = self._split(expr, by)
+        _, rest = self._split(expr, by)
+        if rest.is_Add:
+            # (x % m + y) % n is (x + y) % n where n divides m: equal modulo n, and no smaller, as an addend of `Mod` must not be.
+            rest = sympy.Add(*(t.args[0] if isinstance(t, Mod) and quotient(t.args[1], by) is not None else t for t in rest.args))
+            _, rest = self._split(rest, by)
         if rest == 0 or self.within(rest, by):
             return rest
         if self.within(-rest - 1, by):

@@ -1,0 +1,59 @@
+"""From a region's body to its plan. A region is legal exactly when this succeeds.
+
+plan_region(body)        the plan, or `Refused` with the region rule and a sentence
+kernel_spec(name, …)     what code generation is given
+region_key(body)         equal keys: the same kernel serves
+evaluate_plan(plan, …)   a slow interpreter of plans, the oracle of tests
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .evaluate import evaluate_plan
+from .kernel_spec import bind_sizes, kernel_spec, region_key, unbound_sizes
+from .plan_attention import ATTENTION, plan_attention
+from .plan_linear import LINEAR, plan_linear
+from .plan_row import plan_row
+from .pull import fail
+from .semantics import aten, dsi
+from .tile import Plan
+
+__all__ = ["bind_sizes", "evaluate_plan", "kernel_spec", "kind_of", "plan_region", "region_key"]
+
+
+def kind_of(body: fx.GraphModule) -> str:
+    """The kind of region (ir.region.REGION_KINDS) that a body's operators make it."""
+    targets = {n.target for n in body.graph.nodes if n.op == "call_function"}
+    if LINEAR in targets:
+        return "linear"
+    if ATTENTION in targets:
+        return "attention"
+    return "embedding" if targets & {dsi.embedding.default, aten.embedding.default} else "row"
+
+
+def plan_region(body: fx.GraphModule, kind: str | None = None) -> Plan:
+    """The plan of a region's body.
+
+    Placeholders are the region's inputs, with fakes (or SymInts) in `meta["val"]`; members are semantic and ATen operators; the output node returns a
+    tuple. `kind`: one of `ir.region.REGION_KINDS`, or None to derive it. Raises `Refused` naming the region rule, the node and its source line.
+    """
+    derived = kind_of(body)
+    (output,) = (n for n in body.graph.nodes if n.op == "output")
+    if kind is not None and kind != derived and {kind, derived} != {"row", "embedding"}:
+        raise fail(output, f"the region holds the operators of kind {derived}, not {kind}")
+    for node in body.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is dsi.all_reduce.default:
+            raise fail(node, f"{node.name} is an all-reduce, which regions never cross", 10)
+        if node.target is ATTENTION and derived == "linear":
+            raise fail(node, f"{node.name} is a second contraction beside the region's linears", 7)
+        if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
+            raise fail(node, f"{node.name} writes in place, which only whole graphs may do")
+    plan: Plan = {"linear": plan_linear, "attention": plan_attention}.get(derived, plan_row)(body)
+    missing = unbound_sizes(body, plan)
+    if missing:
+        names = ", ".join(sorted(map(str, missing)))
+        raise fail(output, f"the size {names} can be read off no input of the region: it must be passed as a SymInt")
+    return plan

@@ -1,0 +1,157 @@
+"""What code generation and caches need besides the plan: tensors, size symbols, readable lines, the structural key."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from .index_map import size_of
+from .source import source_frame
+from .tile import KernelSpec, Plan, Tensor
+
+# The symbols that name points, as against sizes.
+POINTS = frozenset(sympy.Symbol(s, integer=True, nonnegative=True) for s in "rckbhgsjde")
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, torch.Tensor):
+        return Tensor(name, tuple(map(size_of, value.shape)), tuple(map(size_of, value.stride())), value.dtype)
+    return Tensor(name, (), (), torch.int64)  # a size, passed as a number
+
+
+def _placeholders(body: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in body.graph.nodes if n.op == "placeholder"]
+
+
+def _returned(body: fx.GraphModule) -> list[fx.Node]:
+    (output,) = (n for n in body.graph.nodes if n.op == "output")
+    return list(output.args[0])
+
+
+def kernel_spec(region_name: str, body: fx.GraphModule, plan: Plan) -> KernelSpec:
+    """The `KernelSpec` of a planned region. A SymInt placeholder keeps its place among the inputs as a 0-d int64 `Tensor`."""
+    inputs = [_tensor(n.name, n.meta["val"]) for n in _placeholders(body)]
+    outputs = [_tensor(n.name, n.meta["val"]) for n in _returned(body)]
+    scalars = []
+    for number, node in enumerate(_placeholders(body)):
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor) and size_of(value).is_Symbol:
+            scalars.append((str(size_of(value)), number))
+    members = [n for n in body.graph.nodes if n.op == "call_function"]
+    lines: dict[str, None] = {}
+    for node in members:
+        file, line, code = source_frame(node)
+        if file:
+            lines[f"{os.path.basename(file)}:{line}  {code}"] = None
+    return KernelSpec(region_name, plan, inputs, outputs, scalars, [_line(n) for n in members], list(lines))
+
+
+def _line(node: fx.Node) -> str:
+    args = [*map(_argument, node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
+    target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
+    return f"{node.name} = {target}({', '.join(args)})"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument, value))}]"
+    return value.name if isinstance(value, fx.Node) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ sizes
+
+
+def bound_sizes(values: Iterable[Any]) -> set[sympy.Symbol]:
+    """The size symbols that a kernel can read off its inputs: a dimension, or a SymInt, that is just the symbol."""
+    bound = set()
+    for value in values:
+        sizes = map(size_of, value.shape) if isinstance(value, torch.Tensor) else [size_of(value)]
+        bound.update(n for n in sizes if n.is_Symbol)
+    return bound
+
+
+def unbound_sizes(body: fx.GraphModule, plan: Plan) -> set[sympy.Symbol]:
+    """Size symbols that the plan, its inputs or its outputs mention and that no input gives."""
+    used: set[sympy.Symbol] = set(symbols_of(plan))
+    for node in (*_placeholders(body), *_returned(body)):
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            for n in (*value.shape, *value.stride()):
+                used |= size_of(n).free_symbols
+    return used - POINTS - bound_sizes(n.meta["val"] for n in _placeholders(body))
+
+
+def symbols_of(plan: Any) -> Iterator[sympy.Symbol]:
+    """Every sympy symbol within a plan or expression."""
+    seen: set[int] = set()
+    stack = [plan]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, sympy.Basic):
+            yield from value.free_symbols
+        elif isinstance(value, tuple):
+            stack.extend(value)
+        elif dataclasses.is_dataclass(value) and id(value) not in seen:
+            seen.add(id(value))
+            stack.extend(getattr(value, f.name) for f in dataclasses.fields(value))
+
+
+def bind_sizes(body: fx.GraphModule, values: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """The values of the size symbols for actual inputs, in the order of the placeholders."""
+    result: dict[sympy.Symbol, int] = {}
+    for node, value in zip(_placeholders(body), values, strict=True):
+        expected = node.meta["val"]
+        pairs = zip(expected.shape, value.shape, strict=True) if isinstance(expected, torch.Tensor) else [(expected, value)]
+        for symbol, number in pairs:
+            if size_of(symbol).is_Symbol:
+                result[size_of(symbol)] = int(number)
+    return result
+
+
+# -------------------------------------------------------------------------------------------------------------------------------- key
+
+
+def region_key(body: fx.GraphModule) -> str:
+    """A digest that two bodies share exactly when one kernel serves both: operators, arguments, shapes, strides, dtypes and devices of inputs and
+    outputs; names of nodes do not count, and size symbols count by the order in which they first occur."""
+    renamed: dict[sympy.Symbol, sympy.Symbol] = {}
+    numbers: dict[fx.Node, int] = {}
+
+    def size(value: Any) -> str:
+        expr = size_of(value)
+        if expr.is_Integer:
+            return str(expr)
+        for symbol in sorted(expr.free_symbols, key=str):
+            renamed.setdefault(symbol, sympy.Symbol(f"n{len(renamed)}", integer=True, positive=True))
+        return sympy.srepr(expr.xreplace(renamed))
+
+    def describe(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{value.dtype}@{value.device}{[size(n) for n in value.shape]}{[size(n) for n in value.stride()]}"
+        if isinstance(value, fx.Node):
+            return f"%{numbers[value]}"
+        if isinstance(value, list | tuple):
+            return f"({','.join(map(describe, value))})"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{k}:{describe(v)}' for k, v in sorted(value.items()))}}}"
+        if isinstance(value, torch.SymInt):
+            return size(value)
+        return f"{type(value).__name__}:{value!r}"
+
+    parts = []
+    for node in body.graph.nodes:
+        numbers[node] = len(numbers)
+        if node.op == "placeholder":
+            parts.append(f"in {describe(node.meta['val'])}")
+        elif node.op == "output":
+            parts.append(f"out {[describe(n) + describe(n.meta.get('val')) for n in node.args[0]]}")
+        else:
+            parts.append(f"{node.target} {describe(node.args)} {describe(dict(node.kwargs))} {describe(node.meta.get('val'))}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
