@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +38,19 @@ class Candidate:
 
 
 def make_candidate(
-    flow: Flow, members: Iterable[fx.Node], escapes: Mapping[fx.Node, list[fx.Node]], outside_views: frozenset[fx.Node] | None = frozenset()
+    flow: Flow,
+    members: Iterable[fx.Node],
+    escapes: Mapping[fx.Node, list[fx.Node]],
+    outside_views: frozenset[fx.Node],
+    parts_of: Callable[[fx.Node], frozenset[fx.Node]],
 ) -> Candidate:
     """The candidate of `members` (core nodes), of which the outside reads `escapes` (member -> the views of it that are read).
 
-    Views of inputs are taken in, but for those in `outside_views`, which become inputs themselves (None: all of them).
+    Views of inputs are taken in, but for those in `outside_views`, which become inputs themselves, as do the parts that `parts_of` a value its
+    own region stores instead of the whole.
     """
     inside = set(members)
-    outputs = [o for m in sorted(escapes, key=flow.position.__getitem__) for o in _outputs(flow, m, escapes[m])]
+    outputs = [o for m in sorted(escapes, key=flow.position.__getitem__) for o in outputs_of(flow, m, escapes[m])]
     taken: set[fx.Node] = set()
     borders: set[fx.Node] = set()
     stack = [a for m in inside for a in m.all_input_nodes] + [o.node for o in outputs]
@@ -53,14 +58,30 @@ def make_candidate(
         node = stack.pop()
         if node in taken or node in inside or not is_view(node):
             continue
-        if flow.base(node) not in inside and (outside_views is None or node in outside_views) and is_tensor(node):
+        if flow.base(node) not in inside and (node in outside_views or node in parts_of(flow.base(node))):
             borders.add(node)
             continue
         taken.add(node)
         stack.extend(node.all_input_nodes)
     nodes = sorted(inside | taken, key=flow.position.__getitem__)
     inputs = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a in borders or (a not in inside and a not in taken))
-    return Candidate(nodes, list(inputs), outputs)
+    return Candidate(nodes, [*inputs, *_missing_sizes(flow, inputs, nodes)], outputs)
+
+
+def _missing_sizes(flow: Flow, inputs: Iterable[fx.Node], nodes: list[fx.Node]) -> list[fx.Node]:
+    """The SymInts that a kernel needs besides `inputs`: sizes that are no dimension of an input by themselves."""
+    if not flow.sizes:
+        return []
+    given: set[sympy.Symbol] = set()
+    used: set[sympy.Symbol] = set()
+    for node in inputs:
+        value = node.meta["val"]
+        sizes = [*map(expression, value.shape)] if isinstance(value, torch.Tensor) else [expression(value)]
+        given.update(s for s in sizes if s.is_Symbol)
+    for node in (*inputs, *nodes):
+        if isinstance(value := node.meta["val"], torch.Tensor):
+            used.update(symbol for s in (*value.shape, *value.stride()) for symbol in expression(s).free_symbols)
+    return [flow.sizes[s] for s in sorted(used - given, key=str) if s in flow.sizes]
 
 
 def input_views(flow: Flow, members: Iterable[fx.Node]) -> list[fx.Node]:
@@ -70,7 +91,7 @@ def input_views(flow: Flow, members: Iterable[fx.Node]) -> list[fx.Node]:
     return sorted(found, key=flow.position.__getitem__)
 
 
-def _outputs(flow: Flow, member: fx.Node, shown: list[fx.Node]) -> list[Output]:
+def outputs_of(flow: Flow, member: fx.Node, shown: list[fx.Node]) -> list[Output]:
     """`member` itself, or the parts of it that are read outside where those are fewer elements (the query of a fused QKV linear)."""
     whole = [Output(member)]
     if member.target is ops.kv_write:

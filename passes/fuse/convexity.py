@@ -22,7 +22,7 @@ class Piece:
     anchors: list[fx.Node]
     members: set[fx.Node]
     plan: Plan | None = None
-    outside_views: frozenset[fx.Node] | None = frozenset()
+    outside_views: frozenset[fx.Node] = frozenset()
 
     @property
     def first(self) -> fx.Node:

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import sympy
 import torch
 from torch import fx
 
@@ -83,6 +84,7 @@ class Flow:
     position: dict[fx.Node, int] = field(default_factory=dict)
     bases: dict[fx.Node, fx.Node] = field(default_factory=dict)
     outside: dict[fx.Node, str | None] = field(default_factory=dict)
+    sizes: dict[sympy.Symbol, fx.Node] = field(default_factory=dict)  # size symbols that a node of the graph is
     refusals: dict[fx.Node, Refusal] = field(default_factory=dict)  # why a node is in no region, as far as is known
 
     @classmethod
@@ -95,6 +97,9 @@ class Flow:
             if is_view(node):
                 flow.bases[node] = flow.base(node.args[0])  # type: ignore[arg-type]
                 continue
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+                flow.sizes.setdefault(value.node.expr, node)
             flow.core.append(node)
             flow.bases[node] = node
             deps = dict.fromkeys(flow._reads(node))

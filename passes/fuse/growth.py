@@ -17,15 +17,13 @@ that index: rotation tables and masks, which all layers share, stay rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import fx
 
 from dsi.ir import ops
 from dsi.ir.errors import Refusal
 from dsi.ir.tile import AttentionPlan, LinearPlan, RowPlan
 
-from .candidate import Candidate, Planner, input_views, make_candidate, same_size, size_at_least
+from .candidate import Candidate, Planner, input_views, make_candidate, outputs_of, same_size, size_at_least
 from .convexity import Partition, Piece
 from .dataflow import ANCHOR_KINDS, Flow, is_factory
 from .grouping import is_main_input
@@ -45,7 +43,14 @@ class Grower:
     # ------------------------------------------------------------------------------------------------------------- legality
 
     def candidate(self, piece: Piece) -> Candidate:
-        return make_candidate(self.flow, piece.members, self.partition.escapes(piece), piece.outside_views)
+        return make_candidate(self.flow, piece.members, self.partition.escapes(piece), piece.outside_views, self._parts)
+
+    def _parts(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The views of `node` that its piece stores instead of `node`."""
+        piece = self.partition.provider.get(node)
+        if piece is None:
+            return frozenset()
+        return frozenset(o.node for o in outputs_of(self.flow, node, self.partition.outside_uses(piece, node)) if o.fresh)
 
     def legal(self, piece: Piece) -> Refusal | None:
         """Plan `piece` as it is now; the refusal if it cannot be. Views of inputs stay outside only where the plan cannot take them in."""
@@ -140,18 +145,16 @@ class Grower:
                     if not self._writes_into(piece, node):
                         self.attempt(piece, [node], provide=False)
                 continue
-            pieces_that_may = [p for p in pieces if self._may_precede(node, p)]
-            if len(pieces) == 1 and not others:
-                if pieces_that_may and (refusal := self.attempt(pieces[0], [node])):
-                    self.flow.refuse(node, refusal)
-            elif pieces_that_may and self._feeds_rows(node, pieces_that_may):
-                if not others and pieces == pieces_that_may and self._as_cheap_as_loading(node) and self._recompute(node, pieces):
+            able = [p for p in pieces if self._may_precede(node, p)]
+            if len(pieces) > 1 or others:
+                able = [p for p in able if self._feeds_rows(node, p)]
+                if not others and able == pieces and self._as_cheap_as_loading(node) and self._recompute(node, pieces):
                     continue
-                for piece in pieces_that_may:
-                    refusal = self.attempt(piece, [node])
-                    if refusal is None:
-                        break
-                    self.flow.refuse(node, refusal)
+            for piece in able:
+                refusal = self.attempt(piece, [node])
+                if refusal is None:
+                    break
+                self.flow.refuse(node, refusal)
 
     def _recompute(self, node: fx.Node, pieces: list[Piece]) -> bool:
         done: list[Piece] = []
@@ -185,11 +188,10 @@ class Grower:
                 after.add(node)
         return after
 
-    def _feeds_rows(self, node: fx.Node, pieces: Iterable[Piece]) -> bool:
-        """Whether all of `pieces` are linears that read `node` before their contraction."""
-        return all(
-            p.kind == "linear" and not any(r in self.after_anchor(p) - set(p.anchors) for r, _ in self.flow.uses(node)) for p in pieces
-        )
+    def _feeds_rows(self, node: fx.Node, piece: Piece) -> bool:
+        """Whether `piece` is a linear's and reads `node` before the contraction alone."""
+        late = self.after_anchor(piece) - set(piece.anchors)
+        return piece.kind == "linear" and not any(r in late for r, _ in self.flow.uses(node))
 
     def _as_cheap_as_loading(self, node: fx.Node) -> bool:
         """Whether computing `node` again reads no more than `node` itself has: one value of its size."""
