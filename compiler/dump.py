@@ -78,7 +78,8 @@ def rules_text(context: Context) -> str:
 
 def region_record(region: Region, context: Context) -> dict[str, Any]:
     """A region as JSON; `kernels` maps its kernels' files to the SHA-256 of the very text that is compiled."""
-    kernels = {p: t for p, t in context.artifacts.items() if p.startswith("kernels/") and Path(p).stem in (region.name, region.key)}
+    names = (region.name, region.key)
+    kernels = {p: t for p, t in context.artifacts.items() if p.startswith("kernels/") and Path(p).name.split(".")[0] in names}
     return {
         "name": region.name,
         "kind": region.kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,6 +31,7 @@ class Region:
     key: str = ""  # equal keys: equal kernels
     in_place: dict[int, int] = field(default_factory=dict)  # output number -> input number it may overwrite (set by lowering)
     spec: KernelSpec | None = None  # what code generation is given (set by lowering)
+    kernels: list[Any] = field(default_factory=list)  # the variants generated for it, smallest row bucket first (dsi.codegen.Kernel)
 
     @property
     def inputs(self) -> list[fx.Node]:

@@ -1,7 +1,8 @@
 """The disk cache: kernel sources as .py text, everything else as JSON. Never pickle.
 
-Files lie under `DSI_CACHE_DIR` (default ~/.cache/dsi), in a folder named by everything that a kernel depends on besides its region: dsi's own source
-files, the versions of torch and triton, and the device. A file that is not what it should be is ignored with one warning and written anew.
+Files lie under `DSI_CACHE_DIR` (default ~/.cache/dsi), in a folder named by everything that a kernel depends on besides its region: dsi's
+own source files, the versions of torch and triton, and the device. A file that is not what it should be is ignored with one warning and
+written anew.
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ class DiskCache:
 
 
 def write_text(path: Path, text: str) -> bool:
-    """Writes a file whole or not at all: a temporary file in the same folder, renamed. False, with one warning, where that is not possible."""
+    """Writes a file whole or not at all: a temporary file in the same folder, renamed. False, with one warning, where that is not
+    possible.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")

@@ -7,20 +7,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import fx
-
 from dsi.ir.context import Context
+from torch import fx
 
 from . import inductor_api
 from .expand import CPU_EXPANSIONS, expand
+from .kernels import print_kernels
 from .timing import timed
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 NO_COMPILER = (
-    "dsi: no C++ compiler was found (Inductor looks for the one named by CXX, else g++), so graphs on the CPU run operator by operator, slowly; "
-    "install one to have them compiled"
+    "dsi: no C++ compiler was found (Inductor looks for the one named by CXX, else g++), so graphs on the CPU run operator by operator, "
+    "slowly; install one to have them compiled"
 )
 _warned = threading.Event()
 
@@ -28,9 +27,12 @@ _warned = threading.Event()
 def compile_cpu(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> Boxed:
     """A boxed callable that computes the lowered graph `gm` on the CPU.
 
-    `example_inputs` are the fakes (and SymInts) that AOTAutograd traced `gm` with. Without a C++ compiler the graph runs operator by operator, one
-    warning a process says so, and the report notes it.
+    `example_inputs` are the fakes (and SymInts) that AOTAutograd traced `gm` with. Without a C++ compiler the graph runs operator by
+    operator, one warning a process says so, and the report notes it.
     """
+    if context.options.dump is not None:
+        with timed(context, "kernels"):
+            print_kernels(context)
     if inductor_api.cpp_compiler() is None:
         if not _warned.is_set():
             _warned.set()
@@ -53,8 +55,3 @@ def _patches(context: Context) -> dict[str, Any]:
     if not context.options.cache:
         patches["fx_graph_cache"] = False
     return patches
-
-
-def uses_only_cpu(inputs: Sequence[Any]) -> bool:
-    """Whether every tensor among `inputs` lies on the CPU."""
-    return all(value.device.type == "cpu" for value in inputs if isinstance(value, torch.Tensor))

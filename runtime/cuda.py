@@ -40,12 +40,16 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
 
 
 def compile_interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> Program:
-    """The same program on CPU tensors, its kernels run by Triton's interpreter. For tests, in a process that was started with TRITON_INTERPRET=1."""
+    """The same program on CPU tensors, its kernels run by Triton's interpreter. For tests, in a process that was started with
+    TRITON_INTERPRET=1.
+    """
     return build(gm, example_inputs, generated_kernels(context, "cpu"))
 
 
 def generated_kernels(context: Context, device: str) -> Kernels:
-    """What runs a region on tensors of `device`: its generated kernels, or None, with a refusal in the report, where it must run by references."""
+    """What runs a region on tensors of `device`: its generated kernels, or None, with a refusal in the report, where it must run by
+    references.
+    """
     disk = DiskCache(device_name(context), context.options.cache)
 
     def kernels(region: Region, values: Sequence[Any], sizes: Sizes) -> RegionKernel | None:

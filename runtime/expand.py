@@ -1,7 +1,7 @@
 """From regions back to a flat ATen graph, for executors that have no kernel for a region.
 
-A semantic operator expands to its reference unless the table below names a form that runs better and means exactly the same. Every node of the
-expanded graph carries its `Provenance`; a node without one is a bug and raises.
+A semantic operator expands to its reference unless the table below names a form that runs better and means exactly the same. Every node of
+the expanded graph carries its `Provenance`; a node without one is a bug and raises.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
-
 from dsi.ir import ops
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.region import Region
+from torch import Tensor, fx
 
 from . import inductor_api
 
@@ -102,8 +101,8 @@ def attention(
 def _one_mask(q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool, window: int) -> Any:
     """Mask, bias, causality and window as the one mask that `scaled_dot_product_attention` takes, None for none of them or causality alone.
 
-    NotImplemented where one mask cannot mean exactly the same: two float terms add up to an infinity that neither is, and a float term wider than
-    the scores' dtype would be rounded.
+    NotImplemented where one mask cannot mean exactly the same: two float terms add up to an infinity that neither is, and a float term
+    wider than the scores' dtype would be rounded.
     """
     additive = [term for term in (mask, bias) if term is not None and term.dtype != torch.bool]
     if len(additive) > 1 or any(torch.promote_types(term.dtype, q.dtype) != q.dtype for term in additive):
@@ -111,7 +110,7 @@ def _one_mask(q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None, ca
     boolean = mask if mask is not None and mask.dtype == torch.bool else None
     if window or (causal and (mask is not None or bias is not None)):
         seen = ops.visible(q.shape[2], k.shape[2], causal, window, q.device)
-        boolean = seen if boolean is None else boolean & seen
+        boolean = boolean & seen if boolean is not None and seen is not None else seen
     if not additive:
         return None if boolean is None else _four_dimensional(boolean)
     total = additive[0].to(q.dtype)
@@ -148,7 +147,9 @@ def in_place_writes(region: Region) -> dict[fx.Node, int]:
     for output, number in region.in_place.items():
         node, base = region.outputs[output], region.inputs[number]
         if node.target is not ops.kv_write or node.args[0] is not base:
-            raise DsiInternalError(f"output {output} of region {region.name} may not overwrite input {number}: {node} is no kv_write into {base}")
+            raise DsiInternalError(
+                f"output {output} of region {region.name} may not overwrite input {number}: {node} is no kv_write into {base}"
+            )
         late = [user.name for user in base.users if user is not node and order[user] > order[node]]
         if late:
             raise DsiInternalError(f"region {region.name} writes {base} in place at {node}, but {', '.join(late)} reads it afterwards")
@@ -230,8 +231,11 @@ def region_of(node: fx.Node) -> Region:
     return region
 
 
-def expand(gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, table: Mapping[str, Callable[..., Any]] = CPU_EXPANSIONS) -> fx.GraphModule:
-    """The lowered graph `gm` as a flat graph of decomposed ATen operators over the same inputs, KV writes in place where lowering allows them.
+def expand(
+    gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, table: Mapping[str, Callable[..., Any]] = CPU_EXPANSIONS
+) -> fx.GraphModule:
+    """The lowered graph `gm` as a flat graph of decomposed ATen operators over the same inputs, KV writes in place where lowering allows
+    them.
 
     `inputs` are the fakes and SymInts of `fake_mode` that `gm` was made for. Raises `DsiInternalError` if a node has no provenance.
     """

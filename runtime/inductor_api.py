@@ -1,7 +1,7 @@
 """The private parts of torch that the CPU executor stands on, in one place.
 
-Everything here may move between torch versions (2.11 to 2.14 are supported); nothing outside this file imports `torch._inductor`. Where a name or a
-parameter differs between versions, its presence is asked for, not the version number.
+Everything here may move between torch versions (2.11 to 2.14 are supported); nothing outside this file imports `torch._inductor`. Where a
+name or a parameter differs between versions, its presence is asked for, not the version number.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import torch
 from torch import fx
 
 
-
 @functools.cache
 def compile_lock() -> Any:
-    """The lock that Dynamo holds while it compiles. make_fx, Inductor's pattern tables and its configuration are process-wide, so whoever comes
-    without Dynamo must hold it too."""
+    """The lock that Dynamo holds while it compiles. make_fx, Inductor's pattern tables and its configuration are process-wide, so whoever
+    comes without Dynamo must hold it too."""
     from torch._dynamo import convert_frame
 
     return getattr(convert_frame, "compile_lock", None) or threading.RLock()
-
 
 
 def cpp_compiler() -> str | None:
@@ -46,7 +44,9 @@ def decompositions() -> dict[Any, Callable]:
 
 
 def static_input_indices() -> tuple[int, ...]:
-    """Numbers of the inputs of the graph being compiled that keep their address between calls (parameters, buffers), as AOTAutograd found them."""
+    """Numbers of the inputs of the graph being compiled that keep their address between calls (parameters, buffers), as AOTAutograd found
+    them.
+    """
     tracing = torch._guards.TracingContext.try_get()
     metadata = tracing.fw_metadata if tracing is not None else None
     return tuple(metadata.static_input_indices or ()) if metadata is not None else ()
@@ -63,7 +63,9 @@ def fake_mode_of(inputs: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def tracing_under(fake_mode: Any) -> Iterator[None]:
-    """Within: operators are traced on fakes of `fake_mode`, with shape-polymorphic decompositions, without gradients and without autocast."""
+    """Within: operators are traced on fakes of `fake_mode`, with shape-polymorphic decompositions, without gradients and without
+    autocast.
+    """
     from torch._dispatch.python import enable_python_dispatcher
 
     with fake_mode, enable_python_dispatcher(), torch.no_grad(), torch._C._DisableAutocast():
@@ -96,8 +98,8 @@ def mode_patches(mode: str) -> dict[str, Any]:
 def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
     """Compiles a flat, decomposed inference graph by Inductor: joint-graph passes, post-grad passes, C++. Returns a boxed callable.
 
-    This is what `compile_fx_forward` does with an inference graph, except that the static inputs are those that AOTAutograd names: parameters and
-    buffers are inputs here, wherever they stand among the others.
+    This is what `compile_fx_forward` does with an inference graph, except that the static inputs are those that AOTAutograd names:
+    parameters and buffers are inputs here, wherever they stand among the others.
     """
     from torch._inductor import compile_fx, config
     from torch._inductor.virtualized import V

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 import threading
@@ -20,7 +21,7 @@ from .cache import DiskCache
 from .serialise import expression_from_json, expression_to_json, kernel_from_json, kernel_to_json
 from .sizes import expression
 
-# Where a symbol of a kernel is read from: ("size", input number, dimension), ("stride", input number, dimension) or ("value", input number, 0).
+# Where a symbol of a kernel is read from: ("size", input, dimension), ("stride", input, dimension) or ("value", input, 0).
 Origin = tuple[str, int, int]
 
 
@@ -28,8 +29,8 @@ Origin = tuple[str, int, int]
 class KernelSet:
     """The variants generated for one region and all equal ones, smallest row bucket first.
 
-    `symbols` says where each size symbol that the launches use is read from, in terms of the region's inputs; `rows` is the number of rows that
-    picks the variant.
+    `symbols` says where each size symbol that the launches use is read from, in terms of the region's inputs; `rows` is the number of rows
+    that picks the variant.
     """
 
     variants: tuple[Kernel, ...]
@@ -59,20 +60,25 @@ def kernels_for(region: Region, context: Context) -> KernelSet | Refusal:
     with _lock:
         if memo not in _sets:
             disk = DiskCache(device, context.options.cache and bool(region.key))
-            found = _read(disk, region.key)
-            if found is None:
-                found = _generate(region)
-                if isinstance(found, KernelSet):
-                    _write(disk, region.key, found)
-            _sets[memo] = found
+            stored = _read(disk, region.key)
+            _sets[memo] = stored if stored is not None else _generate(region, device)
+            if stored is None:
+                _write(disk, region.key, _sets[memo])
         found = _sets[memo]
     if isinstance(found, KernelSet):
         region.kernels = list(found.variants)
-    return found
+        for kernel in found.variants:
+            path = f"kernels/{region.key or region.name}.{kernel.schedule}{'' if kernel.max_rows is None else kernel.max_rows}.py"
+            if path not in context.artifacts:
+                context.emit(path, kernel.source)
+        return found
+    return dataclasses.replace(found, node=region.name)
 
 
 def print_kernels(context: Context) -> None:
-    """Generates the kernels of every region of the report that has none yet, so that they can be shown where the CPU runs something else."""
+    """Generates the kernels of every region of the report that has none yet, so that they can be shown where the CPU runs something
+    else.
+    """
     for region in context.report.regions:
         if not region.kernels:
             found = kernels_for(region, context)
@@ -80,16 +86,18 @@ def print_kernels(context: Context) -> None:
                 context.report.unfused.append(found)
 
 
-def _generate(region: Region) -> KernelSet | Refusal:
+def _generate(region: Region, device: str) -> KernelSet | Refusal:
+    from dsi.codegen.devices import find_device
+
     from dsi import codegen
 
-    spec = getattr(region, "spec", None)
+    spec = region.spec
     if spec is None:
-        return Refusal("no kernel can be generated for it: it has no plan", node=region.name)
+        return Refusal("it has no plan, so no kernel")
     try:
-        variants = codegen.generate(spec)
+        variants = codegen.generate(spec, device=find_device(device))
     except Refused as refused:
-        return Refusal(refused.refusal.reason, refused.refusal.node or region.name, refused.refusal.where, refused.refusal.rule)
+        return refused.refusal
     ordered = tuple(sorted(variants, key=lambda kernel: (kernel.max_rows is None, kernel.max_rows or 0)))
     rows = spec.plan.queries if hasattr(spec.plan, "queries") else spec.plan.rows
     return KernelSet(ordered, expression(rows), _origins(spec))
@@ -99,7 +107,7 @@ def _origins(spec: Any) -> dict[str, Origin]:
     found: dict[str, Origin] = {name: ("value", number, 0) for name, number in spec.scalars}
     for part in ("size", "stride"):
         for number, tensor in enumerate(spec.inputs):
-            for dim, expr in enumerate(tensor.sizes if part == "size" else tensor.strides):
+            for dim, expr in enumerate(() if tensor is None else tensor.sizes if part == "size" else tensor.strides):
                 if isinstance(expr, sympy.Symbol):
                     found.setdefault(expr.name, (part, number, dim))
     return found
@@ -122,8 +130,8 @@ def _read(disk: DiskCache, key: str) -> KernelSet | None:
         return None  # of another format; it is generated and written anew
 
 
-def _write(disk: DiskCache, key: str, found: KernelSet) -> None:
-    if not disk.enabled:
+def _write(disk: DiskCache, key: str, found: KernelSet | Refusal) -> None:
+    if not disk.enabled or isinstance(found, Refusal):
         return
     try:
         value = {

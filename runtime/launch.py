@@ -118,8 +118,8 @@ def _place(argument: Argument, before: Sequence[Argument]) -> tuple[int, int]:
 
 
 class _Workspace:
-    """Scratch memory of one kernel. One that starts as zeros is kept (kernels leave it zeroed) for each size, device, stream and thread: two calls
-    under way at once never share one."""
+    """Scratch memory of one kernel. One that starts as zeros is kept (kernels leave it zeroed) for each size, device, stream and thread:
+    two calls under way at once never share one."""
 
     def __init__(self, workspace: Workspace, size: tuple[int, ...] | Callable[..., tuple[int, ...]]):
         self.dtype = getattr(torch, workspace.dtype)

@@ -1,7 +1,7 @@
 """Linear programs: the lowered graph as a list of steps over slots.
 
-A step reads slots, writes slots, and frees those that no later step reads. A region is one step where a kernel runs it; otherwise its members are
-steps of their own, run by their references. `print(program)` shows every step in order.
+A step reads slots, writes slots, and frees those that no later step reads. A region is one step where a kernel runs it; otherwise its
+members are steps of their own, run by their references. `print(program)` shows every step in order.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import fx
-
+from dsi.ir import ops
 from dsi.ir.context import Context
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.region import Region
+from torch import fx
 
 from .expand import attribute_of, expansion, in_place_writes, region_of, write_in_place
 from .sizes import Environment, Sizes
@@ -52,7 +52,9 @@ class Step:
 
 @dataclass
 class Program:
-    """Steps over slots. Slots 0 .. inputs-1 are the inputs; `constants` are preset. Boxed: call it with a list of inputs, which it empties."""
+    """Steps over slots. Slots 0 .. inputs-1 are the inputs; `constants` are preset. Boxed: call it with a list of inputs, which it
+    empties.
+    """
 
     inputs: int
     sizes: Sizes
@@ -85,7 +87,8 @@ class Program:
 
     def __str__(self) -> str:
         width = len(str(len(self.steps)))
-        head = f"program of {len(self.steps)} steps over {self.slots} slots; inputs %0 .. %{self.inputs - 1}; sizes ({', '.join(self.sizes.names)})"
+        sizes = ", ".join(self.sizes.names)
+        head = f"program of {len(self.steps)} steps over {self.slots} slots; inputs %0 .. %{self.inputs - 1}; sizes ({sizes})"
         lines = [
             f"{number:>{width}}  {step.text}" + (f"    # frees {', '.join(f'%{s}' for s in step.frees)}" if step.frees else "")
             for number, step in enumerate(self.steps)
@@ -104,7 +107,9 @@ def reference_kernels(region: Region, values: Sequence[Any], sizes: Sizes) -> Re
     return ReferenceKernel(region)
 
 
-def build(gm: fx.GraphModule, example_inputs: Sequence[Any], kernels: Kernels, table: Mapping[str, Callable[..., Any]] | None = None) -> Program:
+def build(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], kernels: Kernels, table: Mapping[str, Callable[..., Any]] | None = None
+) -> Program:
     """The lowered graph as a program. `kernels` says what runs a region (None: its members, by references); `table` holds other forms of
     semantic operators (see runtime/expand.py)."""
     return _Builder(Sizes(example_inputs), kernels, table or {}).build(gm)
@@ -135,7 +140,9 @@ class _Builder:
         return self.program.slots - 1
 
     def lower(self, gm: fx.GraphModule, slots: dict[fx.Node, Any], region: Region | None = None) -> Any:
-        """Adds the steps of one graph (the outer one, or a region's body). `slots` maps nodes to slots (a region call: to a list of slots)."""
+        """Adds the steps of one graph (the outer one, or a region's body). `slots` maps nodes to slots (a region call: to a list of
+        slots).
+        """
         writes = in_place_writes(region) if region is not None else {}
         for node in gm.graph.nodes:
             if node.op == "output":
@@ -150,7 +157,7 @@ class _Builder:
         raise DsiInternalError("a graph without an output node")
 
     def call(self, node: fx.Node, slots: dict[fx.Node, Any], function: Callable[..., Any] | None, region: Region | None) -> None:
-        if node.target is operator.getitem and isinstance(slots.get(node.args[0]), list):
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and isinstance(slots[node.args[0]], list):
             slots[node] = slots[node.args[0]][node.args[1]]
             return
         function = function or expansion(node.target, self.table)
@@ -176,7 +183,9 @@ class _Builder:
             return name if slot == CODE else str(value)
 
         def call(slot: str) -> str:
-            return ", ".join([*(written(arg, slot) for arg in node.args), *(f"{key}={written(arg, slot)}" for key, arg in node.kwargs.items())])
+            return ", ".join(
+                [*(written(arg, slot) for arg in node.args), *(f"{key}={written(arg, slot)}" for key, arg in node.kwargs.items())]
+            )
 
         slots[node] = self.slot()
         run = _define(f"s[{slots[node]}] = function({call(CODE)})", names)
@@ -220,11 +229,13 @@ def _name(target: Any) -> str:
 
 def cloned_inputs(region: Region) -> dict[int, int]:
     """The outputs that start from an input's contents without overwriting it: output number -> input number."""
-    numbers = {node: number for number, node in enumerate(region.inputs)}
     found = {}
-    for number, node in enumerate(region.outputs):
-        if number not in region.in_place and _name(node.target) == "dsi.kv_write.default" and node.args[0] in numbers:
-            found[number] = numbers[node.args[0]]
+    for number, output in enumerate(region.outputs):
+        base: Any = output
+        while base.op == "call_function" and base.target is ops.kv_write:
+            base = base.args[0]
+        if base is not output and base.op == "placeholder" and number not in region.in_place:
+            found[number] = region.inputs.index(base)
     return found
 
 

@@ -7,13 +7,16 @@ from typing import Any
 
 import sympy
 from dsi.codegen.kernel import Argument, Kernel, Launch, Workspace
+from sympy.functions.elementary.piecewise import ExprCondPair
 from sympy.logic.boolalg import BooleanAtom
 from torch.utils._sympy import functions as torch_functions
 
 _CLASSES: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (sympy.Add, sympy.Mul, sympy.Pow, sympy.floor, sympy.ceiling, sympy.Mod, sympy.Piecewise)
-    + (sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.And, sympy.Or, sympy.Not)
+    for cls in (
+        *(sympy.Add, sympy.Mul, sympy.Pow, sympy.floor, sympy.ceiling, sympy.Mod, sympy.Piecewise, ExprCondPair),
+        *(sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.And, sympy.Or, sympy.Not),
+    )
 }
 _TORCH = ("FloorDiv", "ModularIndexing", "CleanDiv", "CeilDiv", "PythonMod", "Max", "Min")
 _CLASSES |= {f"torch.{name}": getattr(torch_functions, name) for name in _TORCH if hasattr(torch_functions, name)}
@@ -88,7 +91,8 @@ def kernel_from_json(value: dict[str, Any], source: str) -> Kernel:
             Launch(
                 entry=launch["entry"],
                 arguments=tuple(
-                    Argument(kind, number, None if expr is None else expression_from_json(expr)) for kind, number, expr in launch["arguments"]
+                    Argument(kind, number, None if expr is None else expression_from_json(expr))
+                    for kind, number, expr in launch["arguments"]
                 ),
                 constants=launch["constants"],
                 grid=tuple(expression_from_json(size) for size in launch["grid"]),

@@ -8,7 +8,6 @@ from typing import Any
 
 import sympy
 import torch
-
 from dsi.ir.errors import DsiInternalError
 
 Environment = tuple[int, ...]  # the values of the symbols of one `Sizes`, in its order

@@ -60,7 +60,9 @@ class Outer:
             node.meta["val"] = target(*values[0], **values[1])
         return node
 
-    def region(self, name: str, function: Any, *args: fx.Node, in_place: dict[int, int] | None = None, kind: str = "linear") -> list[fx.Node]:
+    def region(
+        self, name: str, function: Any, *args: fx.Node, in_place: dict[int, int] | None = None, kind: str = "linear"
+    ) -> list[fx.Node]:
         values = [arg.meta["val"] for arg in args]
         with self.mode, enable_python_dispatcher():
             body = make_fx(lambda *a: function(*a), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
@@ -94,7 +96,9 @@ HEADS, KV_HEADS, HEAD = 4, 2, 16
 WIDTH, INNER = HEADS * HEAD, 96
 
 
-def layer_inputs(batch: int, length: int, cache: int, position: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def layer_inputs(
+    batch: int, length: int, cache: int, position: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """Fresh random inputs of `decode_layer`, hidden values large enough to hurt."""
     generator = torch.Generator().manual_seed(seed)
 

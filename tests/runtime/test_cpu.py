@@ -65,7 +65,9 @@ def test_the_time_of_each_part_is_recorded():
     assert all(seconds > 0 for seconds in context.report.seconds.values())
 
 
-@pytest.mark.parametrize("mode, tuned", [("default", False), ("reduce-overhead", False), ("max-autotune", True), ("max-autotune-no-cudagraphs", True)])
+@pytest.mark.parametrize(
+    "mode, tuned", [("default", False), ("reduce-overhead", False), ("max-autotune", True), ("max-autotune-no-cudagraphs", True)]
+)
 def test_mode_reaches_inductor(mode, tuned, monkeypatch):
     from torch._inductor import compile_fx, config
 

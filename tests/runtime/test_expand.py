@@ -10,7 +10,6 @@ from dsi.runtime import expand as expanding
 from dsi.runtime.expand import CPU_EXPANSIONS, Provenance, check_provenance, expand
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from lowered_graphs import D, Outer, decode_layer, eager_layer, layer_inputs
 
 SIZES = [(2, 1, 32, 5), (3, 7, 29, 11), (1, 1, 17, 0)]  # batch, length, cache, position
@@ -217,7 +216,7 @@ def test_attention_means_the_same(seed, batch, heads, queries, keys, sizes, mask
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 def test_attention_runs_fused_with_its_keys_as_they_are(heads, mask):
-    q, k, v, mask, bias = attention_case(0, 2, *heads, 1, 33, 16, 16, mask, None, torch.float32)
+    q, k, v, mask, _ = attention_case(0, 2, *heads, 1, 33, 16, 16, mask, None, torch.float32)
     outer = Outer()
     nodes = [outer.input(name, value) for name, value in (("q", q), ("k", k), ("v", v))]
     nodes += [outer.input("mask", mask)] if mask is not None else []

@@ -1,0 +1,191 @@
+"""Programs: equal to the graph, whichever way regions run; values freed early; sizes bound from the inputs."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+
+import dsi.runtime.program as programs
+import pytest
+import sympy
+import torch
+from dsi.ir.errors import DsiInternalError
+from dsi.runtime.program import build, interpret, no_kernels, reference_kernels
+from dsi.runtime.sizes import Sizes, python
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowered_graphs import D, Outer, decode_layer, eager_layer, layer_inputs
+from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod, ModularIndexing
+
+KERNELS = {"by members": no_kernels, "by kernels": reference_kernels}
+
+
+@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("sizes, dynamic", [((2, 1, 32, 5), ()), ((3, 7, 29, 11), (3, 7))])
+def test_a_layer_equals_the_references(kernels, in_place, sizes, dynamic):
+    outer, gm = decode_layer(layer_inputs(*sizes), dynamic, in_place)
+    program = build(gm, outer.fakes, kernels)
+    for batch, length, position in [(*sizes[:2], sizes[3])] + ([(5, 2, 0), (2, 11, 18)] if dynamic else []):
+        tensors = layer_inputs(batch, length, sizes[2], position, seed=batch)
+        expected = {name: value.clone() for name, value in tensors.items()}
+        result = eager_layer(expected)
+        given = list(tensors.values())
+        (out,) = program(given)
+        assert given == []
+        torch.testing.assert_close(out, result, rtol=1e-5, atol=1e-5)
+        assert out.stride() == result.stride()
+        for name in tensors:
+            torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=0)
+
+
+def test_a_kernel_writes_in_place_into_the_input_itself():
+    outer, gm = decode_layer(layer_inputs(2, 1, 32, 5))
+    written = []
+
+    class Spy(programs.ReferenceKernel):
+        def __call__(self, inputs, outputs, sizes):
+            written.extend((number, outputs[output] is inputs[number]) for output, number in self.region.in_place.items())
+            super().__call__(inputs, outputs, sizes)
+
+    program = build(gm, outer.fakes, lambda region, values, sizes: Spy(region))
+    program(list(layer_inputs(2, 1, 32, 5).values()))
+    assert written == [(7, True), (8, True)]
+
+
+def test_a_functional_write_starts_from_a_clone():
+    """A kernel stores only the new entries: the rest of the output must hold the old cache before it runs, and the old cache must not
+    change.
+    """
+    outer = Outer()
+    nodes = [outer.input("cache", torch.zeros(2, 9, 3)), outer.input("pos", torch.tensor([4])), outer.input("new", torch.zeros(2, 1, 3))]
+    (written,) = outer.region("write", lambda c, p, n: (D.kv_write(c, p, n, dim=1),), *nodes)
+    gm = outer.finish(written)
+
+    class StoresNewEntriesOnly:
+        def __call__(self, inputs, outputs, sizes):
+            outputs[0].index_copy_(1, inputs[1], inputs[2])
+
+        def describe(self):
+            return "kv_write"
+
+    program = build(gm, outer.fakes, lambda region, values, sizes: StoresNewEntriesOnly())
+    cache, new = torch.randn(2, 9, 3), torch.randn(2, 1, 3)
+    kept = cache.clone()
+    (out,) = program([cache, torch.tensor([7]), new])
+    assert torch.equal(cache, kept)
+    assert torch.equal(out, torch.index_copy(kept, 1, torch.tensor([7]), new))
+
+
+def test_values_are_freed_after_their_last_use():
+    outer = Outer()
+    x = outer.input("x", torch.randn(4))
+    alive: list[weakref.ref] = []
+
+    def note(value: torch.Tensor) -> torch.Tensor:
+        alive.append(weakref.ref(value))
+        return value + 1
+
+    def check(value: torch.Tensor) -> torch.Tensor:
+        assert [ref() for ref in alive] == [None, None]  # the input and the first sum are gone
+        return value * 2
+
+    node = x
+    for function in (note, note, check):
+        node = outer.call(torch.ops.aten.add.Tensor, node, 0.0)
+        node.target, node.args = function, (node.args[0],)
+    program = build(outer.finish(node), outer.fakes, no_kernels)
+    assert torch.equal(program([torch.ones(4)])[0], torch.full((4,), 6.0))
+    assert "frees %0" in str(program)
+
+
+def test_a_printed_program_shows_every_step():
+    outer, gm = decode_layer(layer_inputs(2, 1, 32, 5))
+    text = str(build(gm, outer.fakes, no_kernels))
+    assert "[qkv] %27 = dsi.kv_write_(%1, %3, %23, dim=2)" in text
+    assert "[attend] %29 = dsi.attention.default(%19, %27, %28, %4, scale=0.25)    # frees %4, %19, %27, %28" in text
+    assert "= attend(" in str(build(gm, outer.fakes, reference_kernels))
+
+
+def test_results_may_be_inputs_numbers_and_none():
+    outer = Outer(dynamic=(7,))
+    x = outer.input("x", torch.randn(7, 2))
+    size = outer.call(torch.ops.aten.sym_size.int, x, 0)
+    twice = outer.graph.call_function(operator.mul, (size, 2))
+    twice.meta["val"] = size.meta["val"] * 2
+    constant = outer.constant("table", torch.arange(3))
+    program = interpret(outer.finish(x, twice, None, 5, constant), outer.fakes, outer.context())
+    real = torch.randn(4, 2)
+    for _ in range(2):  # constants are not freed by the first call
+        out = program([real])
+        assert out[0] is real and out[1:4] == [8, None, 5] and torch.equal(out[4], torch.arange(3))
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_empty_tensors_reach_no_kernel(batch):
+    outer = Outer()
+    nodes = [outer.input("x", torch.randn(batch, 5)), outer.input("w", torch.randn(4, 5))]
+    (y,) = outer.region("linear", lambda x, w: (D.linear(x, w),), *nodes)
+    launched = []
+
+    class Kernel(programs.ReferenceKernel):
+        def __call__(self, inputs, outputs, sizes):
+            launched.append(True)
+            super().__call__(inputs, outputs, sizes)
+
+    program = build(outer.finish(y), outer.fakes, lambda region, values, sizes: Kernel(region))
+    x, w = torch.randn(batch, 5), torch.randn(4, 5)
+    torch.testing.assert_close(program([x, w])[0], x @ w.t())
+    assert launched == [True] * bool(batch)
+
+
+def test_an_empty_inner_dimension_still_gives_the_bias():
+    outer = Outer()
+    nodes = [outer.input("x", torch.randn(3, 0)), outer.input("w", torch.randn(4, 0)), outer.input("b", torch.randn(4))]
+    (y,) = outer.region("linear", lambda x, w, b: (D.linear(x, w, b),), *nodes)
+    program = build(outer.finish(y), outer.fakes, reference_kernels)
+    bias = torch.randn(4)
+    assert torch.equal(program([torch.randn(3, 0), torch.randn(4, 0), bias])[0], bias.expand(3, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- sizes
+
+
+A, B = sympy.symbols("a b", integer=True, positive=True)
+EXPRESSIONS = [
+    A * 64 + B,
+    sympy.ceiling(A / 16) * B,
+    sympy.floor((A + 3 * B) / 8),
+    CeilDiv(A * B, 7),
+    FloorDiv(A, 3),
+    Mod(A * 5, 7) + sympy.Mod(A * 5, 7),
+    ModularIndexing(A, 4, 3),
+    Max(A, B * 2) + sympy.Max(A, 9),
+    Min(A, B, 5),
+    A**2 - B,
+    sympy.Integer(12),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 2**40), st.integers(1, 2**40))
+def test_expressions_are_exact_integers(a, b):
+    for expr in EXPRESSIONS:
+        value = eval(python(expr), {"a": a, "b": b})
+        assert isinstance(value, int) and value == int(expr.subs({A: a, B: b})), expr
+
+
+def test_symbols_are_read_from_sizes_strides_and_numbers():
+    outer = Outer(dynamic=(5, 7))
+    x = outer.input("x", torch.randn(5, 7)).meta["val"]
+    sizes = Sizes(outer.fakes)
+    product = sizes.compile(x.shape[0] * x.shape[1], x.stride()[0])
+    assert product(*sizes.bind([torch.randn(3, 11)])) == (33, 11)
+    only = Sizes([x.shape[0] * 4])
+    assert only.compile(x.shape[0])(*only.bind([12])) == (3,)
+    assert Sizes([]).compile(3, 4) == (3, 4)
+
+
+def test_a_size_that_no_input_gives_is_an_internal_error():
+    with pytest.raises(DsiInternalError, match=r"size a .* can be read from no input"):
+        Sizes([]).compile(A * 2)
