@@ -1,0 +1,165 @@
+"""The text of a kernel while it is written: nested blocks, unique names, and the arguments that turn out to be needed."""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+import sympy
+import torch
+
+from dsi.ir.errors import refuse
+from dsi.ir.tile import KernelSpec, Tensor
+
+from .kernel import Argument
+from .pointwise import HELPERS
+
+TRITON_TYPES = {
+    torch.float32: "tl.float32",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+}
+
+
+def triton_type(dtype: torch.dtype) -> str:
+    """Triton's name of a dtype. Refuses those that kernels cannot keep exact (float64: arithmetic is fp32) or do not know."""
+    if dtype not in TRITON_TYPES:
+        raise refuse(f"no kernel is generated for {str(dtype).removeprefix('torch.')} values: arithmetic in kernels is fp32")
+    return TRITON_TYPES[dtype]
+
+
+class Names:
+    """Hands out Python identifiers, each once."""
+
+    def __init__(self, taken: tuple[str, ...] = ()):
+        self._taken = {*keyword.kwlist, "tl", "triton", "range", "float", "int", *taken}
+
+    def new(self, hint: str) -> str:
+        """`hint` made an identifier, with the first free number behind it if it is taken."""
+        base = re.sub(r"\W", "_", hint).strip("_") or "v"
+        if base[0].isdigit():
+            base = "v" + base
+        name, number = base, 1
+        while name in self._taken:
+            number += 1
+            name = f"{base}_{number}"
+        self._taken.add(name)
+        return name
+
+
+class Block:
+    """Lines of one indentation level, and the statements that hold in it.
+
+    A nested block is attached under its header when it is complete, so that what a loop body finds to be the same in every step can still be written
+    before the loop.
+    """
+
+    def __init__(self, outer: Block | None = None):
+        self.outer = outer
+        self.lines: list[str] = []
+        self._names: dict[str, str] = {}
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def comment(self, text: str) -> None:
+        self.lines.append(f"# {text}")
+
+    def name_of(self, code: str) -> str | None:
+        """The name that an expression was given here or in a surrounding block."""
+        block: Block | None = self
+        while block is not None:
+            if code in block._names:
+                return block._names[code]
+            block = block.outer
+        return None
+
+    def assign(self, name: str, code: str) -> None:
+        """Writes an assignment whose right-hand side never changes, so that it can be named again by `name_of`."""
+        self.line(f"{name} = {code}")
+        self._names[code] = name
+
+    def attach(self, header: str, body: Block) -> None:
+        self.lines.append(header)
+        self.lines.extend("    " + line for line in body.lines)
+
+
+class Builder:
+    """State shared by all printers of one kernel: names, and which tensors and sizes its signature must have."""
+
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.sizes: dict[sympy.Symbol, str] = {}
+        self.inputs: dict[int, str] = {}
+        self.outputs: dict[int, str] = {}
+        self.body = Block()
+        self.names = Names(tuple(HELPERS))
+        self.constants: dict[str, int] = {}
+        self.helpers: dict[str, str] = {}
+        symbols: set[sympy.Symbol] = set()
+        for tensor in (*spec.inputs, *spec.outputs):
+            if tensor is not None:
+                symbols.update(*(sympy.sympify(e).free_symbols for e in (*tensor.sizes, *tensor.strides)))
+        symbols.update(sympy.Symbol(name) for name, _ in spec.scalars)
+        # Reserved first, so that size symbols keep the names they have in the graph.
+        self._size_names = {str(symbol): self.names.new(str(symbol)) for symbol in sorted(symbols, key=str)}
+        self._input_names = [self._pointer(tensor, f"in{i}") for i, tensor in enumerate(spec.inputs)]
+        self._output_names = [self._pointer(tensor, f"out{i}") for i, tensor in enumerate(spec.outputs)]
+
+    def _pointer(self, tensor: Tensor | None, default: str) -> str:
+        return self.names.new((tensor.name if tensor is not None and tensor.name else default) + "_ptr")
+
+    def input(self, number: int) -> str:
+        """The pointer of a region input, entered in the signature."""
+        triton_type(self.spec.inputs[number].dtype)
+        return self.inputs.setdefault(number, self._input_names[number])
+
+    def output(self, number: int) -> str:
+        """The pointer of a region output, entered in the signature."""
+        triton_type(self.spec.outputs[number].dtype)
+        return self.outputs.setdefault(number, self._output_names[number])
+
+    def size(self, symbol: sympy.Symbol) -> str:
+        """The argument that holds a size symbol, entered in the signature."""
+        if str(symbol) not in self._size_names:
+            raise refuse(f"the size {symbol} cannot be read off any input of {self.spec.name}")
+        return self.sizes.setdefault(symbol, self._size_names[str(symbol)])
+
+    def constant(self, name: str, value: int) -> str:
+        """A block size, given at launch as a constexpr. Names are few and fixed: BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_S."""
+        self.constants[name] = value
+        return name
+
+    def use(self, helper: str) -> None:
+        """Enters a helper function of `pointwise.HELPERS`, after those that it calls."""
+        source, needs = HELPERS[helper]
+        for other in needs:
+            self.use(other)
+        self.helpers.setdefault(helper, source)
+
+    def arguments(self) -> tuple[tuple[Argument, ...], list[str]]:
+        """The positional arguments and, beside them, their names in the signature."""
+        inputs = sorted(self.inputs.items())
+        outputs = sorted(self.outputs.items())
+        sizes = sorted(self.sizes.items(), key=lambda item: item[1])
+        arguments = (
+            *(Argument("input", number) for number, _ in inputs),
+            *(Argument("output", number) for number, _ in outputs),
+            *(Argument("size", expr=symbol) for symbol, _ in sizes),
+        )
+        return arguments, [name for _, name in (*inputs, *outputs, *sizes)]
+
+    def function(self, name: str) -> str:
+        """The finished kernel function."""
+        _, parameters = self.arguments()
+        parameters = parameters + [f"{constant}: tl.constexpr" for constant in sorted(self.constants)]
+        head = f"def {name}({', '.join(parameters)}):"
+        if len(head) > 120:
+            head = f"def {name}(\n" + "".join(f"    {parameter},\n" for parameter in parameters) + "):"
+        return "@triton.jit\n" + head + "\n" + "\n".join("    " + line if line else "" for line in self.body.lines) + "\n"

@@ -1,0 +1,321 @@
+"""A closed-form model of a kernel's time, and the choice of block sizes by it.
+
+The model knows three things: memory is read once at the device's bandwidth if enough programs ask for it, products run at the matrix (or vector) rate
+of the padded tile, and programs come in waves over the processors. It ranks block sizes; it does not pretend to predict to the microsecond.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import sympy
+import torch
+
+from dsi.ir import tile as t
+
+from .devices import H200, Device
+from .integers import normalise
+from .kernel import Choice
+from .printer import children
+
+# Where a size is symbolic, what the model (not the kernel) takes it to be.
+TYPICAL = 512
+# Candidates. Linear: (block_m, block_n, block_k, warps, stages); rows are filtered to what a variant can have, the rest is ranked by the model.
+TILES_16 = (
+    (16, 32, 128, 4, 3),
+    (16, 64, 128, 4, 3),
+    (16, 128, 64, 4, 3),
+    (32, 64, 64, 4, 3),
+    (64, 64, 64, 4, 3),
+    (64, 128, 64, 4, 3),
+    (128, 64, 64, 4, 3),
+    (128, 128, 64, 8, 3),
+)
+TILES_32 = ((16, 32, 32, 4, 2), (16, 64, 32, 4, 2), (32, 32, 32, 4, 2), (32, 64, 32, 4, 2), (64, 64, 16, 8, 2))
+# gemv: elements of the weight tile times rows that a program holds as partial sums, by warps.
+GEMV_SUMS = {4: 4096, 8: 8192}
+GEMV_ROWS = 4
+# Row buckets of a region with a symbolic row count; the last variant takes any number.
+LINEAR_BUCKETS = (1, GEMV_ROWS, 16, 64, None)
+ATTENTION_BUCKETS = (1, None)
+LINE_BYTES = 64  # bytes that are cheap to read contiguously
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two >= size."""
+    return 1 << max(int(size) - 1, 0).bit_length()
+
+
+def typical(expr: object, rows: int | None = None, plan_rows: object = None) -> int:
+    """A number for a size: itself, `rows` where it is the plan's row count, else with `TYPICAL` for every symbol."""
+    expr = sympy.sympify(expr)
+    if expr.is_Integer:
+        return int(expr)
+    if rows is not None and expr == plan_rows:
+        return rows
+    return max(int(normalise(expr.xreplace({s: sympy.Integer(TYPICAL) for s in expr.free_symbols}))), 1)
+
+
+# ------------------------------------------------------------------------------------------------------------------ bytes, flops
+
+
+def loads(plan: t.Plan) -> Iterator[t.Load]:
+    """Every load in the plan's expressions, the weights apart."""
+    roots: list[t.Expr] = [s.value for s in all_stores(plan)]
+    gathered = [c for s in all_stores(plan) for c in s.coords if isinstance(c, t.Expr)]
+    if isinstance(plan, t.LinearPlan):
+        roots += [plan.x, *(r.body for r in plan.reductions), *(r.body for s in plan.segments for r in s.reductions)]
+    elif isinstance(plan, t.AttentionPlan):
+        roots += [e for e in (plan.q, plan.k, plan.v, plan.mask, plan.bias) if e is not None]
+    else:
+        roots += [r.body for r in plan.reductions]
+    seen: set[int] = set()
+    stack = [*roots, *gathered]
+    while stack:
+        expr = stack.pop()
+        if id(expr) in seen:
+            continue
+        seen.add(id(expr))
+        if isinstance(expr, t.Load):
+            yield expr
+        stack.extend(children(expr))
+
+
+def all_stores(plan: t.Plan) -> tuple[t.Store, ...]:
+    """Every store of a plan."""
+    if isinstance(plan, t.LinearPlan):
+        return (*plan.row_stores, *(s for segment in plan.segments for s in segment.stores))
+    return plan.stores
+
+
+def traffic(spec: t.KernelSpec) -> sympy.Expr:
+    """Bytes that must be read and written at least, as a formula over the sizes: each element once, of a gathered tensor only what is asked for."""
+    plan, total = spec.plan, sympy.Integer(0)
+    points = _points(plan)
+    inputs: dict[int, sympy.Expr] = {}
+    for load in loads(plan):
+        tensor = spec.inputs[load.input]
+        numel = sympy.prod([sympy.sympify(s) for s in tensor.sizes])
+        if any(isinstance(c, t.Expr) for c in load.coords):
+            numel = points if not points.is_Integer or not numel.is_Integer else sympy.Integer(min(int(points), int(numel)))
+        inputs[load.input] = numel * tensor.dtype.itemsize
+    if isinstance(plan, t.LinearPlan):
+        for segment in plan.segments:
+            for window in segment.windows:
+                size = sympy.sympify(segment.size) * plan.inner * spec.inputs[window.weight].dtype.itemsize
+                inputs[window.weight] = inputs.get(window.weight, sympy.Integer(0)) + size
+        for segment in plan.segments:
+            total += sum((plan.rows * segment.size * s.dtype.itemsize for s in segment.stores), sympy.Integer(0))
+        total += sum((plan.rows * plan.inner * s.dtype.itemsize for s in plan.row_stores), sympy.Integer(0))
+    else:
+        total += sum((points * s.dtype.itemsize for s in plan.stores), sympy.Integer(0))
+    return sympy.sympify(sum(inputs.values(), total))
+
+
+def _points(plan: t.Plan) -> sympy.Expr:
+    if isinstance(plan, t.LinearPlan):
+        return sympy.sympify(plan.rows) * plan.inner
+    if isinstance(plan, t.AttentionPlan):
+        return sympy.sympify(plan.batch) * plan.heads * plan.queries * plan.value_size
+    return sympy.sympify(plan.rows) * plan.columns
+
+
+def work(plan: t.Plan) -> sympy.Expr:
+    """Floating point operations of the contractions, a multiply-add counted twice, as a formula over the sizes."""
+    if isinstance(plan, t.LinearPlan):
+        return sympy.sympify(
+            2 * plan.rows * plan.inner * sum((sympy.sympify(s.size) * len(s.windows) for s in plan.segments), sympy.Integer(0))
+        )
+    if isinstance(plan, t.AttentionPlan):
+        return sympy.sympify(2 * plan.batch * plan.heads * plan.queries * plan.keys * (plan.head_size + plan.value_size))
+    return sympy.Integer(0)
+
+
+# ------------------------------------------------------------------------------------------------------------------------- time
+
+
+def rows_of(plan: t.Plan) -> sympy.Expr:
+    """What `max_rows` counts: flattened rows, or queries."""
+    return sympy.sympify(plan.queries if isinstance(plan, t.AttentionPlan) else plan.rows)
+
+
+def assumed_rows(plan: t.Plan, choice: Choice) -> int:
+    """The row count at which a variant is judged: the plan's, the largest the variant takes, or `TYPICAL`."""
+    rows = rows_of(plan)
+    return int(rows) if rows.is_Integer else choice.max_rows or TYPICAL
+
+
+def evaluate(formula: sympy.Expr, plan: t.Plan, rows: int) -> float:
+    """A formula over sizes as a number, at a row count."""
+    formula = sympy.expand(formula)
+    symbol = rows_of(plan)
+    if not symbol.is_Integer:
+        # A product of a batch and a length is replaced as a whole: rows first, then whatever is left.
+        marker = sympy.Symbol("rows_", positive=True, integer=True)
+        (some, *others) = sorted(symbol.free_symbols, key=str)
+        formula = sympy.expand(formula.subs(some, marker * some / symbol)) if not others else formula.subs(symbol, marker)
+        formula = formula.subs(marker, rows)
+    return float(formula.subs({s: TYPICAL for s in formula.free_symbols}))
+
+
+def predict(spec: t.KernelSpec, choice: Choice, device: Device = H200) -> float:
+    """Seconds that a variant is expected to take on a device, the gap to the next kernel included."""
+    plan = spec.plan
+    rows = assumed_rows(plan, choice)
+    itemsize = min((tensor.dtype.itemsize for tensor in spec.inputs if tensor is not None and tensor.dtype.is_floating_point), default=4)
+    programs, padded, again = _shape(spec, choice, rows)
+    waves = math.ceil(programs / device.processors)
+    fill = programs / (waves * device.processors)
+    # A program on every second processor can still draw about all of the bandwidth.
+    memory = evaluate(traffic(spec), plan, rows) / (device.bandwidth * min(1.0, 2 * fill if waves == 1 else fill))
+    # Blocks read again come from the L2 cache, at about 2.5 times the bandwidth of memory.
+    memory = max(memory, again / (2.5 * device.bandwidth * min(1.0, 2 * fill)))
+    rate = device.vector if choice.schedule == "gemv" else device.matrix.get(itemsize, device.vector)
+    # Small tiles read their operands more often than they multiply: half of the rate at 64 x 64, most of it at 128 x 128.
+    reuse = 1.0 if choice.schedule == "gemv" else (choice.block_m * choice.block_n) / (choice.block_m * choice.block_n + 64 * 64)
+    return max(memory, padded / (rate * reuse * fill)) + device.launch
+
+
+def _shape(spec: t.KernelSpec, choice: Choice, rows: int) -> tuple[int, float, float]:
+    """Programs, operations with padding, and bytes that programs read in all."""
+    plan = spec.plan
+    if isinstance(plan, t.LinearPlan):
+        from .linear import cut
+
+        blocks = math.ceil(rows / choice.block_m)
+        inner = typical(plan.inner)
+        programs, tiles = 0, 0
+        for segment in plan.segments:
+            columns = cut(segment, choice.block_n)
+            count = math.ceil(typical(segment.size) / columns.width)
+            programs += count * blocks
+            tiles += count * blocks * len(segment.windows)
+        height = choice.block_m if choice.schedule == "gemv" else max(choice.block_m, 16)
+        itemsize = plan.x_dtype.itemsize
+        again = tiles * choice.block_n * inner * itemsize + programs * min(choice.block_m, rows) * inner * itemsize
+        return programs, 2.0 * tiles * height * choice.block_n * inner, again
+    if isinstance(plan, t.AttentionPlan):
+        group = plan.heads // plan.kv_heads
+        blocks = math.ceil(rows * group / choice.block_m)
+        programs = typical(plan.batch) * plan.kv_heads * blocks
+        keys = typical(plan.keys)
+        sizes = power_of_two(plan.head_size) + power_of_two(plan.value_size)
+        return programs, 2.0 * programs * choice.block_m * keys * sizes, programs * keys * sizes * plan.dtype.itemsize
+    programs = math.ceil(rows / choice.block_m) * (1 if plan.reductions else math.ceil(typical(plan.columns) / choice.block_n))
+    return programs, 0.0, 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------- choices
+
+
+def choices(spec: t.KernelSpec, device: Device = H200) -> tuple[Choice, ...]:
+    """The variants of a region's kernel in ascending `max_rows`, each with the blocks that the model ranks first."""
+    plan = spec.plan
+    rows = rows_of(plan)
+    if isinstance(plan, t.RowPlan):
+        return (_row_choice(plan),)
+    buckets = ATTENTION_BUCKETS if isinstance(plan, t.AttentionPlan) else LINEAR_BUCKETS
+    if rows.is_Integer:
+        buckets = (next((b for b in buckets if b is None or int(rows) <= b), None),)
+    result = []
+    for bucket in buckets:
+        limit = int(rows) if rows.is_Integer else bucket
+        if isinstance(plan, t.AttentionPlan):
+            candidates = list(_attention_candidates(plan, limit))
+        elif limit is not None and limit <= GEMV_ROWS:
+            candidates = list(_gemv_candidates(plan, limit))
+        else:
+            candidates = list(_tiled_candidates(plan, limit))
+        best = min(candidates, key=lambda choice: (predict(spec, choice, device), -choice.block_n))
+        result.append(Choice(**{**vars(best), "max_rows": None if rows.is_Integer or bucket is None else bucket}))
+    return tuple(result)
+
+
+def widest_group(plan: t.LinearPlan) -> int:
+    """Columns that a block must have so that it holds whole groups of every segment."""
+    return max(power_of_two(segment.hold) for segment in plan.segments)
+
+
+def _gemv_candidates(plan: t.LinearPlan, rows: int) -> Iterator[Choice]:
+    height, group = power_of_two(max(rows, 1)), widest_group(plan)
+    windows = max(len(segment.windows) for segment in plan.segments)
+    inner = power_of_two(typical(plan.inner))
+    line = LINE_BYTES // plan.x_dtype.itemsize
+    for warps, sums in GEMV_SUMS.items():
+        for block_n in (4, 8, 16, 32, 64, 128, 256):
+            if block_n < group or (block_n > group and block_n > 32):
+                continue
+            block_k = min(power_of_two(sums // (height * block_n * windows)), inner, 1024)
+            if block_k >= min(line, inner) or block_n == group:
+                yield Choice("gemv", rows, height, block_n, max(block_k, 8), _statistics_block(plan, height, warps), warps, 1)
+
+
+def _tiled_candidates(plan: t.LinearPlan, rows: int | None) -> Iterator[Choice]:
+    group = widest_group(plan)
+    windows = max(len(segment.windows) for segment in plan.segments)
+    inner = max(power_of_two(typical(plan.inner)), 16)
+    found = False
+    for block_m, block_n, block_k, warps, stages in TILES_32 if plan.x_dtype.itemsize == 4 else TILES_16:
+        if rows is not None and block_m > max(power_of_two(rows), 16):
+            continue
+        if rows is None and block_m < (32 if plan.x_dtype.itemsize == 4 else 64):
+            continue
+        while block_n > 32 and windows * block_m * block_n > warps * 2048:
+            block_n //= 2
+        if block_n < group:
+            if block_m * group * windows > warps * 2048 or (group > 128 and block_m > 16):
+                continue
+            block_n = group
+        found = True
+        yield Choice("tiled", rows, block_m, block_n, min(block_k, inner), _statistics_block(plan, block_m, warps), warps, stages)
+    if not found:
+        yield Choice("tiled", rows, 16, max(group, 32), min(32, inner), _statistics_block(plan, 16, 8), 8, 2)
+
+
+def _statistics_block(plan: t.LinearPlan, block_m: int, warps: int) -> int:
+    """Columns a step of the passes over rows: what keeps 32 values a thread, at most the whole row."""
+    return max(min(warps * 1024 // block_m, power_of_two(typical(plan.inner)), 4096), 16)
+
+
+def _attention_candidates(plan: t.AttentionPlan, queries: int | None) -> Iterator[Choice]:
+    group = plan.heads // plan.kv_heads
+    widest = power_of_two(max(plan.head_size, plan.value_size))
+    wide = plan.dtype.itemsize == 4
+    for block_m, block_n, warps, stages in (
+        (16, 64, 4, 2),
+        (16, 32, 4, 2),
+        (32, 64, 4, 2),
+        (64, 64, 4, 2),
+        (64, 32, 4, 2),
+        (128, 64, 8, 2),
+    ):
+        if queries is not None and block_m > max(power_of_two(queries * group), 16):
+            continue
+        if wide and (block_m * widest > 16 * 256 or block_n > 32):
+            continue
+        if block_m * widest > warps * 4096 // (1 if widest <= 128 else 2) or block_n * widest > 64 * 128:
+            continue
+        yield Choice("attention", queries, block_m, block_n, 1, 1, warps, stages)
+    if widest > 256 or (wide and widest > 128):
+        yield Choice("attention", queries, 16, 16, 1, 1, 8 if widest > 256 else 4, 1)
+
+
+def _row_choice(plan: t.RowPlan) -> Choice:
+    columns = typical(plan.columns)
+    known = sympy.sympify(plan.columns).is_Integer
+    if plan.reductions:
+        block_n = min(power_of_two(columns), 8192) if known else 1024
+    else:
+        block_n = min(power_of_two(columns), 1024)
+    warps = 8 if block_n > 2048 else 4
+    block_m = max(1024 // block_n, 1)
+    rows = sympy.sympify(plan.rows)
+    if rows.is_Integer:
+        block_m = min(block_m, power_of_two(int(rows)))
+    return Choice("row", None, block_m, block_n, 1, 1, warps, 1)
+
+
+def itemsize_of(dtype: torch.dtype) -> int:
+    """Bytes of one element."""
+    return dtype.itemsize

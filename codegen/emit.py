@@ -1,0 +1,94 @@
+"""From a kernel specification to finished kernels: picks variants, has their schedule write them, and prints the header."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import sympy
+
+from dsi.ir import tile as t
+
+from . import cost
+from .attention import Attention
+from .builder import Builder, triton_type
+from .devices import H200, Device
+from .kernel import Choice, Kernel, Launch, digest_of
+from .linear import Linear
+from .row import Row
+
+Write = Callable[[t.KernelSpec, Choice], tuple[Builder, tuple[sympy.Expr, ...]]]
+
+
+def generate(spec: t.KernelSpec, choice: Choice | None = None, device: Device = H200) -> tuple[Kernel, ...]:
+    """The kernels of a region, in ascending `max_rows`; the last takes any number of rows.
+
+    Rows that are known give one kernel. With `choice`, only that variant is made, with its blocks. Raises `Refused` where a dtype or a size has no
+    kernel.
+    """
+    for tensor in (*spec.inputs, *spec.outputs):
+        if tensor is not None:
+            triton_type(tensor.dtype)
+    picked = (choice,) if choice is not None else cost.choices(spec, device)
+    return tuple(_kernel(spec, one, device) for one in picked)
+
+
+def _kernel(spec: t.KernelSpec, choice: Choice, device: Device) -> Kernel:
+    builder, grid = SCHEDULES[choice.schedule](spec, choice)
+    entry = re.sub(r"\W", "_", spec.name) or "kernel"
+    if entry[0].isdigit():
+        entry = "k" + entry
+    arguments, _ = builder.arguments()
+    launch = Launch(entry, arguments, dict(builder.constants), grid, choice.num_warps, choice.num_stages)
+    parts = [
+        header(spec, choice, builder, device),
+        "import triton\nimport triton.language as tl\n",
+        *builder.helpers.values(),
+        builder.function(entry),
+    ]
+    source = "\n\n".join(part if part.endswith("\n") else part + "\n" for part in (parts[0] + "\n" + parts[1], *parts[2:]))
+    return Kernel(spec.name, source, digest_of(source), (launch,), choice.max_rows, choice.schedule)
+
+
+def header(spec: t.KernelSpec, choice: Choice, builder: Builder, device: Device) -> str:
+    """The comment that opens a kernel's file: what it stands for, on what, and what it should cost."""
+    plan = spec.plan
+    lines = [f"{spec.name}: schedule {choice.schedule}, {_rows(plan, choice)}"]
+    if spec.nodes:
+        lines += ["", *spec.nodes]
+    if spec.source_lines:
+        lines += ["", "model source:", *(f"    {line}" for line in spec.source_lines)]
+    lines += ["", "tensors:"]
+    for kind, numbers, tensors in (("in ", builder.inputs, spec.inputs), ("out", builder.outputs, spec.outputs)):
+        for number in sorted(numbers):
+            tensor = tensors[number]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            lines.append(f"    {kind} {tensor.name or numbers[number]}: {dtype}{_sizes(tensor.sizes)} strides {_sizes(tensor.strides)}")
+    traffic, work = cost.traffic(spec), cost.work(plan)
+    seconds = cost.predict(spec, choice, device)
+    at = "" if cost.rows_of(plan).is_Integer else f" at {cost.assumed_rows(plan, choice)} {_unit(plan)}"
+    lines += ["", f"bytes: {traffic}    flops: {work}    predicted: {seconds * 1e6:.1f} us on {device.name}{at}"]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _unit(plan: t.Plan) -> str:
+    return "queries" if isinstance(plan, t.AttentionPlan) else "rows"
+
+
+def _rows(plan: t.Plan, choice: Choice) -> str:
+    rows = cost.rows_of(plan)
+    if rows.is_Integer:
+        return f"{rows} {_unit(plan)}"
+    return f"any number of {_unit(plan)}" if choice.max_rows is None else f"at most {choice.max_rows} {_unit(plan)}"
+
+
+def _sizes(sizes: tuple[sympy.Expr, ...]) -> str:
+    return "[" + ", ".join(str(size) for size in sizes) + "]"
+
+
+SCHEDULES: dict[str, Write] = {
+    "gemv": lambda spec, choice: Linear(spec, choice).write(),
+    "tiled": lambda spec, choice: Linear(spec, choice).write(),
+    "attention": lambda spec, choice: Attention(spec, choice).write(),
+    "row": lambda spec, choice: Row(spec, choice).write(),
+}

@@ -1,0 +1,86 @@
+"""What code generation hands to the runtime: source text and how to launch it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import sympy
+
+ArgumentKind = Literal["input", "output", "size", "workspace"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One positional argument of a kernel, in the order of its signature.
+
+    "input" and "output": the region's tensor `number`. "size": the integer `expr`, over the symbols of the region's sizes. "workspace": the kernel's
+    workspace `number`.
+    """
+
+    kind: ArgumentKind
+    number: int = 0
+    expr: sympy.Expr | None = None
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory that the runtime owns: `size` elements of the torch dtype named `dtype`; zeroed once, when it is made, if `zeroed`."""
+
+    size: sympy.Expr
+    dtype: str
+    zeroed: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """`module.entry[grid](*arguments, **constants, num_warps=…, num_stages=…, **options)`; nothing is launched where a grid dimension is 0."""
+
+    entry: str
+    arguments: tuple[Argument, ...]
+    constants: dict[str, int | bool | float]
+    grid: tuple[sympy.Expr, ...]
+    num_warps: int
+    num_stages: int
+    # Triton's default for fused multiply-add has changed between versions, so it is always stated.
+    options: dict[str, int | bool] = field(default_factory=lambda: {"enable_fp_fusion": True})
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One variant of a region's kernel, for at most `max_rows` rows (None: any number).
+
+    Rows are the flattened leading dimensions of a linear or row region, and the queries of an attention region.
+    """
+
+    name: str
+    source: str
+    digest: str
+    launches: tuple[Launch, ...]
+    max_rows: int | None
+    schedule: str
+    workspaces: tuple[Workspace, ...] = ()
+
+
+def digest_of(source: str) -> str:
+    """The hash that names a source text in dumps and caches."""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Everything about a variant that is not dictated by its plan, so that a tuner can vary it.
+
+    `block_m` rows and `block_n` columns (attention: keys) a program, `block_k` inner elements a step, `block_s` columns a step of a pass for row
+    statistics. All are powers of two. Where columns are held in groups, `block_n` counts them after padding to a power of two.
+    """
+
+    schedule: str
+    max_rows: int | None
+    block_m: int
+    block_n: int
+    block_k: int = 1
+    block_s: int = 1
+    num_warps: int = 4
+    num_stages: int = 1
