@@ -34,11 +34,16 @@ def cache_argument(model: nn.Module) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
-def static_cache(model: Any, length: int) -> Any:
-    """A StaticCache for `length` tokens, made on first use."""
+def static_cache(model: Any, length: int, batch: int = 1) -> Any:
+    """An empty StaticCache for `length` tokens, its memory allocated at once: what runs the prompt then writes into it, compiled or not."""
     from transformers import StaticCache
 
-    return StaticCache(config=model.config, max_cache_len=length)
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = StaticCache(config=config, max_cache_len=length)
+    cache.early_initialization(batch, heads, size, model.dtype, model.device)
+    return cache
 
 
 def greedy(

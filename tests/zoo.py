@@ -10,26 +10,12 @@ import torch
 import transformers as T
 from torch import Tensor, nn
 
+from bench.models import hot
+
+__all__ = ["HIDDEN", "VOCAB", "decoder", "decoder_configs", "encoder", "encoder_configs", "hot", "padded_batch", "relative_error"]
+
 VOCAB, HIDDEN = 199, 64
 TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-
-
-def hot(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Re-randomise every parameter of `model` in place, so that no term of the arithmetic vanishes."""
-    g = torch.Generator().manual_seed(seed)
-    conv1d = {f"{n}.weight" for n, m in model.named_modules() if type(m).__name__ == "Conv1D"}  # stored [in, out]
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=g)
-            if p.dim() < 2:
-                is_norm_weight = name.endswith("weight") and ("norm" in name.lower() or "ln" in name.lower())
-                p.copy_(p + 0.3 * noise if is_norm_weight else 0.3 * noise)
-            elif "emb" in name or "wte" in name or "wpe" in name:
-                p.copy_(noise)
-            else:
-                fan_in = p.shape[0] if name in conv1d else p.shape[-1]
-                p.copy_(1.6 * noise / fan_in**0.5)
-    return model.eval()
 
 
 def decoder_configs() -> dict[str, T.PretrainedConfig]:
