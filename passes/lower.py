@@ -4,9 +4,9 @@ A functional `kv_write` costs a copy of the whole cache and the epilogue `copy_`
 
     cache (a graph input) -> kv_write -> … -> kv_write -> copy_(cache, ·)
 
-is all there is to the new value: nothing reads a state of the cache after the next write has replaced it, in the order in which the graph runs,
-and the new value leaves the graph only as that input. A write into a tensor that the graph has just made itself (the lazily allocated cache of a
-prefill) needs no copy either, if nothing else reads that tensor. Every other write stays functional, and the copy is reported.
+is all there is to the new value: nothing reads a state of the cache after the next write has replaced it, in the order in which the graph
+runs, and the new value leaves the graph only as that input. A write into a tensor that the graph has just made itself (the lazily allocated
+cache of a prefill) needs no copy either, if nothing else reads that tensor. Every other write stays functional, and the copy is reported.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def lower(gm: fx.GraphModule, context: Context) -> None:
     gm.recompile()
     for node in gm.graph.nodes:
         if isinstance(region := node.meta.get("region"), Region) and region.plan is not None:
-            region.spec = analysis.kernel_spec(region)
+            region.spec = analysis.kernel_spec(region.name, region.body, region.plan)
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,15 @@ def _why_region_reads(write: _Write) -> str | None:
 
 
 def _why_not_reused(write: _Write) -> str | None:
-    """Why the memory of the tensor that `write` starts from may not become the result's; None if it may: the graph made it for nothing else."""
+    """Why the memory that `write` starts from may not become the result's; None if it may: the graph made it for nothing else."""
     cache = write.cache
     fresh = cache.op == "call_function" and isinstance(cache.target, torch._ops.OpOverload) and not _aliasing(cache.target)
     if not fresh:
-        return f"{cache.name} is no input that the graph writes back to" if cache.op == "placeholder" else f"{cache.name} is not the graph's own"
+        return (
+            f"{cache.name} is no input that the graph writes back to"
+            if cache.op == "placeholder"
+            else f"{cache.name} is not the graph's own"
+        )
     if reason := _why_region_reads(write):
         return reason
     if write.region is None:
@@ -162,7 +166,7 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _listed_as_alias(output: fx.Node, shown: fx.Node, cache: fx.Node) -> bool:
-    """Whether AOTAutograd knows each place where `shown` is returned as an alias of the input `cache`, and so makes that output from the input."""
+    """Whether AOTAutograd knows each place where `shown` is returned as an alias of the input `cache`, and makes it from the input."""
     tracing = torch._guards.TracingContext.try_get()
     metadata = getattr(tracing, "fw_metadata", None)
     returned = output.args[0]

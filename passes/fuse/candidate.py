@@ -15,14 +15,14 @@ from dsi.ir import analysis, ops
 from dsi.ir.errors import Refusal, Refused
 from dsi.ir.tile import Plan
 
-from .dataflow import Flow, is_tensor, is_view
+from .dataflow import Flow, expression, is_tensor, is_view, smaller
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Output:
-    """A value that leaves a region. `fresh`: `node` is a view of a member, stored by itself as nothing else of the member is read outside."""
+    """A value that leaves a region. `fresh`: `node` is a view of a member, stored by itself as the rest is not read outside."""
 
     node: fx.Node
     fresh: bool = False
@@ -46,8 +46,8 @@ def make_candidate(
 ) -> Candidate:
     """The candidate of `members` (core nodes), of which the outside reads `escapes` (member -> the views of it that are read).
 
-    Views of inputs are taken in, but for those in `outside_views`, which become inputs themselves, as do the parts that `parts_of` a value its
-    own region stores instead of the whole.
+    Views of inputs are taken in, but for those in `outside_views`, which become inputs themselves, as do
+    `parts_of(value)`, the views that the region of an input stores instead of the whole.
     """
     inside = set(members)
     outputs = [o for m in sorted(escapes, key=flow.position.__getitem__) for o in outputs_of(flow, m, escapes[m])]
@@ -96,7 +96,7 @@ def outputs_of(flow: Flow, member: fx.Node, shown: list[fx.Node]) -> list[Output
     whole = [Output(member)]
     if member.target is ops.kv_write:
         return whole
-    size = _numel(member)
+    size = flow.numel(member)
     parts: dict[fx.Node, sympy.Expr] = {}
     for view in shown:
         path = [view]
@@ -105,39 +105,14 @@ def outputs_of(flow: Flow, member: fx.Node, shown: list[fx.Node]) -> list[Output
         if any(n.target is aten.as_strided.default for n in path):
             return whole
         for node in reversed(path):
-            if is_tensor(node) and _smaller(part := _numel(node), size):
+            if is_tensor(node) and smaller(part := flow.numel(node), size):
                 parts[node] = part
                 break
         else:
             return whole
-    if not parts or not _smaller(sum(parts.values(), sympy.Integer(0)), size):
+    if not parts or not smaller(sum(parts.values(), sympy.Integer(0)), size):
         return whole
     return [Output(n, fresh=True) for n in sorted(parts, key=flow.position.__getitem__)]
-
-
-def _numel(node: fx.Node) -> sympy.Expr:
-    # Multiplied as expressions: `Tensor.numel()` compared as a SymInt would add a guard.
-    return sympy.prod([expression(s) for s in node.meta["val"].shape]) if node.meta["val"].dim() else sympy.Integer(1)
-
-
-def same_size(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values surely have equally many elements."""
-    return is_tensor(a) and is_tensor(b) and sympy.simplify(_numel(a) - _numel(b)) == 0
-
-
-def size_at_least(a: fx.Node, b: fx.Node) -> bool:
-    """Whether `a` may have as many elements as `b`."""
-    return is_tensor(a) and is_tensor(b) and not _smaller(_numel(a), _numel(b))
-
-
-def _smaller(a: sympy.Expr, b: sympy.Expr) -> bool:
-    ratio = sympy.cancel(a / b) if b != 0 else sympy.Integer(1)
-    return bool(ratio.is_number and ratio < 1)
-
-
-def expression(size: int | torch.SymInt) -> sympy.Expr:
-    """A size as a sympy expression."""
-    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
 def body_of(

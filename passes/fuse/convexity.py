@@ -89,11 +89,15 @@ class Partition:
     def trying(self, piece: Piece, nodes: list[fx.Node], provide: bool = True) -> Iterator[Trial]:
         """`nodes` join `piece` for the time of the block, and for good if it says `trial.keep()`."""
         new = [n for n in nodes if n not in piece.members]
+        handed = [n for n in nodes if provide and n not in self.provider]
         for node in new:
             self.join(piece, node, provide)
+        self.provider.update(dict.fromkeys(handed, piece))
         trial = Trial()
         yield trial
         if not trial.kept:
+            for node in handed:
+                del self.provider[node]
             for node in new:
                 self.leave(piece, node)
 

@@ -1,7 +1,8 @@
 """The graph as fusion sees it: values and what computes them, with views taken out of the way.
 
-A view costs nothing inside a kernel (it is another way to compute coordinates), so it is a member of no region by itself. Every region takes
-in the views that lie between its members and its inputs; what is left of the graph is the *core*: operators that compute, and sources.
+A view costs nothing inside a kernel (it is another way to compute coordinates), so it is a member of no region by itself. Every region
+takes in the views that lie between its members and its inputs; what is left of the graph is the *core*: operators that compute, and
+sources.
 """
 
 from __future__ import annotations
@@ -52,6 +53,17 @@ def is_factory(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _FACTORIES
 
 
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as a sympy expression."""
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def smaller(a: sympy.Expr, b: sympy.Expr) -> bool:
+    """Whether the size `a` is surely less than `b`."""
+    ratio = sympy.cancel(a / b) if b != 0 else sympy.Integer(1)
+    return bool(ratio.is_number and ratio < 1)
+
+
 def why_outside(node: fx.Node) -> str | None:
     """Why `node` can be in no region whatever its plan; None where the plan decides. A sentence's end, for the report."""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -85,6 +97,7 @@ class Flow:
     bases: dict[fx.Node, fx.Node] = field(default_factory=dict)
     outside: dict[fx.Node, str | None] = field(default_factory=dict)
     sizes: dict[sympy.Symbol, fx.Node] = field(default_factory=dict)  # size symbols that a node of the graph is
+    numels: dict[fx.Node, sympy.Expr] = field(default_factory=dict)
     refusals: dict[fx.Node, Refusal] = field(default_factory=dict)  # why a node is in no region, as far as is known
 
     @classmethod
@@ -144,6 +157,22 @@ class Flow:
                     stack.append(user)
                 elif not is_view(user):
                     yield user, shown
+
+    def numel(self, node: fx.Node) -> sympy.Expr:
+        """The number of elements of `node`'s value."""
+        known = self.numels.get(node)
+        if known is None:
+            # Multiplied as expressions: a SymInt that is compared adds a guard.
+            known = self.numels[node] = sympy.Mul(*map(expression, node.meta["val"].shape))
+        return known
+
+    def same_size(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two values surely have equally many elements."""
+        return is_tensor(a) and is_tensor(b) and sympy.expand(self.numel(a) - self.numel(b)) == 0
+
+    def at_least(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether `a` may have as many elements as `b`."""
+        return is_tensor(a) and is_tensor(b) and not smaller(self.numel(a), self.numel(b))
 
     def refuse(self, node: fx.Node, refusal: Refusal) -> None:
         """Keep the first reason why `node` did not join a region. A plan is shared by equal candidates, so the place is filled in here."""

@@ -1,7 +1,7 @@
 """Growth of regions around their anchors: epilogues forwards, prologues backwards, and rows from what is left.
 
-Nothing here knows an operator's arithmetic. A region may hold whatever its plan can be made for; growth only proposes, in an order that makes
-equal layers equal regions:
+Nothing here knows an operator's arithmetic. A region may hold whatever its plan can be made for; growth only proposes, in an order that
+makes equal layers equal regions:
 
 1. *Epilogue.* In graph order, an operator joins the latest of the regions that it reads from, if no path leaves that region and comes back.
 2. *Prologue.* Backwards, an operator that no producer could take joins its consumers. With one consumer it moves in. With several it is
@@ -9,10 +9,10 @@ equal layers equal regions:
    others.
 3. *Rows.* What is left and can be planned becomes regions without an anchor, as large as can be.
 
-Two decisions that the region rules leave open. An embedding takes no norm, though its rows are whole: the norm belongs to the prologue of the
-layer that reads it, as in every other layer, so that the first layer runs the kernels of all others. And a prologue takes no value that its
-region would compute more often than once an element, but for the rows of a linear (recomputed by every column program, rule 5) and integers
-that index: rotation tables and masks, which all layers share, stay rows.
+Two decisions that the region rules leave open. An embedding takes no norm, though its rows are whole: the norm belongs to the prologue of
+the layer that reads it, as in every other layer, so that the first layer runs the kernels of all others. And a prologue takes no value that
+its region would compute more often than once an element, but for the rows of a linear (recomputed by every column program, rule 5) and
+integers that index: rotation tables and masks, which all layers share, stay rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dsi.ir import ops
 from dsi.ir.errors import Refusal
 from dsi.ir.tile import AttentionPlan, LinearPlan, RowPlan
 
-from .candidate import Candidate, Planner, input_views, make_candidate, outputs_of, same_size, size_at_least
+from .candidate import Candidate, Planner, input_views, make_candidate, outputs_of
 from .convexity import Partition, Piece
-from .dataflow import ANCHOR_KINDS, Flow, is_factory
+from .dataflow import ANCHOR_KINDS, Flow, is_factory, is_tensor
 from .grouping import is_main_input
 
 _PLANS = {"linear": LinearPlan, "attention": AttentionPlan, "embedding": RowPlan, "row": RowPlan}
@@ -148,7 +148,7 @@ class Grower:
             able = [p for p in pieces if self._may_precede(node, p)]
             if len(pieces) > 1 or others:
                 able = [p for p in able if self._feeds_rows(node, p)]
-                if not others and able == pieces and self._as_cheap_as_loading(node) and self._recompute(node, pieces):
+                if not others and able == pieces and self._as_cheap_as_loading(node) and self._recompute({p: [node] for p in pieces}):
                     continue
             for piece in able:
                 refusal = self.attempt(piece, [node])
@@ -156,15 +156,18 @@ class Grower:
                     break
                 self.flow.refuse(node, refusal)
 
-    def _recompute(self, node: fx.Node, pieces: list[Piece]) -> bool:
-        done: list[Piece] = []
-        for piece in pieces:
-            if self.attempt(piece, [node], provide=False) is not None:
-                for each in done:
-                    self.partition.leave(each, node)
+    def _recompute(self, wanted: dict[Piece, list[fx.Node]]) -> bool:
+        """Compute in each piece what is wanted there, in all or in none."""
+        done: list[tuple[Piece, list[fx.Node]]] = []
+        for piece, nodes in wanted.items():
+            new = [n for n in nodes if n not in piece.members]
+            if self.attempt(piece, new, provide=False) is not None:
+                for each, joined in done:
+                    for node in joined:
+                        self.partition.leave(each, node)
                     self.legal(each)
                 return False
-            done.append(piece)
+            done.append((piece, new))
         return True
 
     def _may_precede(self, node: fx.Node, piece: Piece) -> bool:
@@ -176,7 +179,7 @@ class Grower:
             if reader.target in ANCHOR_KINDS or reader.target is ops.kv_write:
                 if not is_main_input(reader, view):
                     return False
-            elif reader in after and not same_size(node, reader):
+            elif reader in after and not self.flow.same_size(node, reader):
                 return False
         return True
 
@@ -195,7 +198,7 @@ class Grower:
 
     def _as_cheap_as_loading(self, node: fx.Node) -> bool:
         """Whether computing `node` again reads no more than `node` itself has: one value of its size."""
-        return sum(size_at_least(d, node) for d in self.flow.deps[node]) <= 1
+        return sum(self.flow.at_least(d, node) for d in self.flow.deps[node]) <= 1
 
     def _writes_into(self, piece: Piece, node: fx.Node) -> bool:
         return any(r in piece.members and r.target is ops.kv_write and r.args[0] is v for r, v in self.flow.uses(node))
@@ -217,6 +220,7 @@ class Grower:
                 self.partition.remove(piece)
                 self.flow.refuse(node, refusal)
         self.merge("row")
+        self._dissolve_index_rows()
         self._merge_equal_rows()
         for node in self.flow.core:
             if self.flow.fusable(node) and is_factory(node) and node not in self.partition.provider:
@@ -231,37 +235,63 @@ class Grower:
             changed = False
             for piece in [p for p in self.partition.pieces if p.kind == kind]:
                 for before in self.partition.predecessors(piece):
-                    if isinstance(before, Piece) and before.kind == kind and self._unite(before, piece):
+                    if isinstance(before, Piece) and before.kind == kind and self._unite(before, [piece]):
                         changed = True
                         break
                 if changed:
                     break
 
+    def _dissolve_index_rows(self) -> None:
+        """Compute positions and other index arithmetic where it is used: a row piece of integers that only rows read needs no kernel."""
+        for piece in reversed([p for p in self.partition.pieces if p.kind == "row"]):
+            outside = {d for m in piece.members for d in self.flow.deps[m] if d not in piece.members and is_tensor(d)}
+            if any(d.meta["val"].is_floating_point() for d in outside):
+                continue
+            readers = {i for n in self.partition.escapes(piece) for r, _ in self.flow.uses(n) for i in self.partition.items_of(r)} - {piece}
+            into = {i: self._behind(i, piece) for i in readers if isinstance(i, Piece) and i.kind == "row"}
+            if into and len(into) == len(readers) and self._recompute(into):
+                self.partition.remove(piece)
+
+    def _behind(self, reader: Piece, piece: Piece) -> list[fx.Node]:
+        """The members of `piece` that `reader` needs, in graph order."""
+        found: set[fx.Node] = set()
+        stack = list(reader.members)
+        while stack:
+            new = {d for d in self.flow.deps[stack.pop()] if d in piece.members} - found
+            found |= new
+            stack.extend(new)
+        return sorted(found, key=self.flow.position.__getitem__)
+
     def _merge_equal_rows(self) -> None:
         """Unite row pieces of the same rows and columns that do not depend on each other (the length counters of all layers)."""
-        pieces: list[Piece] = []
+        equal: dict[tuple, list[Piece]] = {}
         for piece in [p for p in self.partition.pieces if p.kind == "row"]:
-            if not any(self._equal_rows(known, piece) and self._unite(known, piece) for known in pieces):
-                pieces.append(piece)
+            assert isinstance(piece.plan, RowPlan)
+            equal.setdefault((piece.plan.rows, piece.plan.columns), []).append(piece)
+        for pieces in equal.values():
+            if len(pieces) == 1 or self._unite(pieces[0], pieces[1:]):
+                continue
+            kept: list[Piece] = []
+            for piece in pieces:
+                if not any(self._unite(known, [piece]) for known in kept):
+                    kept.append(piece)
 
-    @staticmethod
-    def _equal_rows(a: Piece, b: Piece) -> bool:
-        assert isinstance(a.plan, RowPlan) and isinstance(b.plan, RowPlan)
-        return a.plan.rows == b.plan.rows and a.plan.columns == b.plan.columns
-
-    def _unite(self, into: Piece, other: Piece) -> bool:
-        """Move all of `other` into `into` if that is convex and can be planned."""
-        provided = {m for m in other.members if self.partition.provider.get(m) is other}
-        at = self.partition.pieces.index(other)
-        self.partition.remove(other)
-        with self.partition.trying(into, [m for m in other.members if m not in provided], provide=False) as recomputed:
+    def _unite(self, into: Piece, others: list[Piece]) -> bool:
+        """Move all of `others` into `into` if that is convex and can be planned."""
+        before = list(self.partition.pieces)
+        provided = {m: p for p in others for m in p.members if self.partition.provider.get(m) is p}
+        for piece in others:
+            self.partition.remove(piece)
+        recomputed = [m for p in others for m in p.members if m not in provided]
+        with self.partition.trying(into, recomputed, provide=False) as trial:
             if self.attempt(into, sorted(provided, key=self.flow.position.__getitem__)) is None:
-                recomputed.keep()
-        if recomputed.kept:
-            into.anchors.extend(other.anchors)
+                trial.keep()
+        if trial.kept:
+            into.anchors.extend(a for p in others for a in p.anchors)
             return True
-        self.partition.pieces.insert(at, other)
-        for node in other.members:
-            self.partition.holders.setdefault(node, []).append(other)
-        self.partition.provider.update(dict.fromkeys(provided, other))
+        self.partition.pieces[:] = before
+        for piece in others:
+            for node in piece.members:
+                self.partition.holders.setdefault(node, []).append(piece)
+        self.partition.provider.update(provided)
         return False
