@@ -35,8 +35,9 @@ def kind_of(body: fx.GraphModule) -> str:
 def plan_region(body: fx.GraphModule, kind: str | None = None) -> Plan:
     """The plan of a region's body.
 
-    Placeholders are the region's inputs, with fakes (or SymInts) in `meta["val"]`; members are semantic and ATen operators; the output node returns a
-    tuple. `kind`: one of `ir.region.REGION_KINDS`, or None to derive it. Raises `Refused` naming the region rule, the node and its source line.
+    Placeholders are the region's inputs, with fakes (or SymInts) in `meta["val"]`; members are semantic and ATen operators; the output
+    node returns a tuple. `kind`: one of `ir.region.REGION_KINDS`, or None to derive it. Raises `Refused` naming the region rule, the node
+    and its source line.
     """
     derived = kind_of(body)
     (output,) = (n for n in body.graph.nodes if n.op == "output")
@@ -51,7 +52,7 @@ def plan_region(body: fx.GraphModule, kind: str | None = None) -> Plan:
             raise fail(node, f"{node.name} is a second contraction beside the region's linears", 7)
         if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
             raise fail(node, f"{node.name} writes in place, which only whole graphs may do")
-    plan: Plan = {"linear": plan_linear, "attention": plan_attention}.get(derived, plan_row)(body)
+    plan: Plan = plan_linear(body) if derived == "linear" else plan_attention(body) if derived == "attention" else plan_row(body)
     missing = unbound_sizes(body, plan)
     if missing:
         names = ", ".join(sorted(map(str, missing)))

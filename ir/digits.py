@@ -1,8 +1,8 @@
 """Atoms and digits: how the dimensions of an output are made of the flat indices of a kernel, and back.
 
-Each dimension of an output starts as one *atom*, a symbol with a range. Where a coordinate cuts it by floor division or modulo it is split in two.
-Once no coordinate cuts an atom, a flat index of the kernel (the row r, the column c) is a mixed-radix number whose digits are atoms; writing the
-atoms as digits of the flat indices turns every expression over atoms into one over the flat indices.
+Each dimension of an output starts as one *atom*, a symbol with a range. Where a coordinate cuts it by floor division or modulo it is
+split in two. Once no coordinate cuts an atom, a flat index of the kernel (the row r, the column c) is a mixed-radix number whose digits
+are atoms; writing the atoms as digits of the flat indices turns every expression over atoms into one over the flat indices.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import fx
 
 from .index_map import size_of
 from .pointwise import BY_OVERLOAD, POINTWISE, common_dtype
-from .pull import Coords, Handler, Puller, fail, fake, sizes_of
+from .pull import Coords, Handler, Puller, args_of, fail, fake
 from .tile import Const, Expr, Index, Op, Test
 from .views import argument
 
@@ -33,7 +33,8 @@ def _value(node: fx.Node, operand: Any) -> Any:
 
 
 def operation(pull: Puller, node: fx.Node, name: str, operands: Sequence[Any], coords: Coords, dtype: torch.dtype | None = None) -> Expr:
-    """`name` of POINTWISE on arguments of `node`, computed in their common type as torch does. `dtype`: of the result, if not the node's."""
+    """`name` of POINTWISE on arguments of `node`, computed in their common type as torch does. `dtype`: of the result, if not the
+    node's."""
     common = common_dtype([_value(node, x) for x in operands])
     kind = POINTWISE[name].result
     if kind == "float" and not common.is_floating_point:
@@ -50,15 +51,15 @@ def apply(pull: Puller, name: str, values: Sequence[Expr], common: torch.dtype, 
 
 def _plain(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     name = BY_OVERLOAD[node.target]
-    operands = list(node.args[: POINTWISE[name].arity])
-    if node.kwargs.keys() - {"alpha"} or len(node.args) > POINTWISE[name].arity + (name in ("add", "sub")):
+    operands = list(args_of(node)[: POINTWISE[name].arity])
+    if node.kwargs.keys() - {"alpha"} or len(args_of(node)) > POINTWISE[name].arity + (name in ("add", "sub")):
         raise fail(node, f"{node.name} has arguments that {name} does not take", 4)
     return operation(pull, node, name, operands, coords)
 
 
 def _sum(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     """add and sub with `alpha`; rsub is sub the other way round."""
-    left, right = node.args[:2]
+    left, right = args_of(node)[:2]
     alpha = argument(node, 2, "alpha", 1)
     if node.target in (aten.rsub.Scalar, aten.rsub.Tensor):
         left, right = right, left
@@ -75,7 +76,7 @@ def _sum(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 
 def _power(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    base, exponent = node.args
+    base, exponent = args_of(node)
     dtype = fake(node).dtype
     if node.target is aten.pow.Scalar:
         if not base > 0:
@@ -105,11 +106,11 @@ def _no_power(node: fx.Node) -> Expr:
 
 def _gelu(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     kinds = {"none": "gelu_erf", "tanh": "gelu_tanh"}
-    return operation(pull, node, kinds[argument(node, 1, "approximate", "none")], node.args[:1], coords)
+    return operation(pull, node, kinds[argument(node, 1, "approximate", "none")], args_of(node)[:1], coords)
 
 
 def _clamp(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    target, x = node.target, node.args[0]
+    target, x = node.target, args_of(node)[0]
     low = argument(node, 1, "min") if target not in (aten.clamp_max.default, aten.clamp_max.Tensor) else None
     high = argument(node, 1 if target in (aten.clamp_max.default, aten.clamp_max.Tensor) else 2, "max")
     if target in (aten.clamp_min.default, aten.clamp_min.Tensor):
@@ -125,16 +126,16 @@ def _clamp(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 
 def _where(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    if len(node.args) != 3:
+    if len(args_of(node)) != 3:
         raise fail(node, f"{node.name} finds the true entries, whose number is not fixed")
-    condition, yes, no = node.args
+    condition, yes, no = args_of(node)
     common = common_dtype([_value(node, yes), _value(node, no)])
     values = [pull.cast(pull.operand(node, v, coords, common), common) for v in (yes, no)]
     return Op("where", (truth(pull, node, condition, coords), *values), fake(node).dtype)
 
 
 def _masked_fill(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    x, mask, value = node.args
+    x, mask, value = args_of(node)
     dtype = fake(node).dtype
     filled = pull.cast(pull.operand(node, value, coords, dtype), dtype)
     return Op("where", (truth(pull, node, mask, coords), filled, pull.operand(node, x, coords)), dtype)
@@ -146,15 +147,20 @@ def truth(pull: Puller, node: fx.Node, operand: Any, coords: Coords) -> Expr:
     return value if value.dtype == torch.bool else Op("ne", (value, pull.cast(Const(0, torch.int64), value.dtype)), torch.bool)
 
 
-_LOGIC = {aten.logical_and.default: "and", aten.logical_or.default: "or", aten.logical_xor.default: "xor", aten.logical_not.default: "not"}
+_LOGIC: dict[Any, str] = {
+    aten.logical_and.default: "and",
+    aten.logical_or.default: "or",
+    aten.logical_xor.default: "xor",
+    aten.logical_not.default: "not",
+}
 
 
 def _logic(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    return Op(_LOGIC[node.target], tuple(truth(pull, node, x, coords) for x in node.args), torch.bool)
+    return Op(_LOGIC[node.target], tuple(truth(pull, node, x, coords) for x in args_of(node)), torch.bool)
 
 
 def _to(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    source = node.args[0]
+    source = args_of(node)[0]
     value, result = fake(source), fake(node)
     if value.device != result.device:
         raise fail(node, f"{node.name} moves {source.name} from {value.device} to {result.device}")
@@ -175,7 +181,7 @@ def _arange(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     return index if dtype == torch.int64 else Op("cast", (index,), dtype)
 
 
-_FILLS = {
+_FILLS: dict[Any, int] = {
     aten.zeros.default: 0,
     aten.zeros_like.default: 0,
     aten.new_zeros.default: 0,
@@ -183,7 +189,7 @@ _FILLS = {
     aten.ones_like.default: 1,
     aten.new_ones.default: 1,
 }
-_FULLS = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0}
+_FULLS: dict[Any, int] = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0}
 
 
 def _constant(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
@@ -206,40 +212,25 @@ def _triangle(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
         keep = sympy.Le(row + diagonal, column, evaluate=False)
     if keep.free_symbols & pull.gathers.keys():
         raise fail(node, f"{node.name} is read at a gathered index", 5)
-    return Op("where", (Test(keep), pull.at(node.args[0], coords), pull.cast(Const(0, torch.int64), dtype)), dtype)
+    return Op("where", (Test(keep), pull.at(args_of(node)[0], coords), pull.cast(Const(0, torch.int64), dtype)), dtype)
 
 
 ELEMENTWISE: dict[Any, Handler] = {
-    **{overload: _plain for overload in BY_OVERLOAD},
-    **{o: _sum for o in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor)},
+    **dict.fromkeys(BY_OVERLOAD, _plain),
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor), _sum),
     aten.pow.Tensor_Scalar: _power,
     aten.pow.Scalar: _power,
     aten.gelu.default: _gelu,
-    **{o: _clamp for o in (aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor)},
-    **{o: _clamp for o in (aten.clamp_max.default, aten.clamp_max.Tensor)},
-    **{o: _where for o in (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)},
+    **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor), _clamp),
+    **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), _clamp),
+    **dict.fromkeys((aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar), _where),
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,
-    **{o: _logic for o in _LOGIC},
+    **dict.fromkeys(_LOGIC, _logic),
     aten._to_copy.default: _to,
     torch.ops.prims.convert_element_type.default: _to,
-    **{o: _arange for o in (aten.arange.default, aten.arange.start, aten.arange.start_step)},
-    **{o: _constant for o in (*_FILLS, *_FULLS)},
+    **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), _arange),
+    **dict.fromkeys((*_FILLS, *_FULLS), _constant),
     aten.tril.default: _triangle,
     aten.triu.default: _triangle,
 }
-
-# Operators whose value at a point depends on nothing but the point: a region may hold them anywhere.
-CREATION = frozenset(
-    (
-        aten.arange.default,
-        aten.arange.start,
-        aten.arange.start_step,
-        *_FILLS,
-        aten.full.default,
-        aten.full_like.default,
-        aten.scalar_tensor.default,
-    )
-)
-
-__all__ = ["CREATION", "ELEMENTWISE", "apply", "operation", "sizes_of", "truth"]

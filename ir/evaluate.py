@@ -1,11 +1,13 @@
 """A plain interpreter of plans: every point of every tile, by torch indexing. Slow; the oracle that a plan means what its region computes.
 
-It is strict where a kernel is not: a load outside its tensor, a fresh output element written twice or never, and a size that nothing binds all raise.
+It is strict where a kernel is not: a load outside its tensor, a fresh output element written twice or never, and a size that nothing
+binds all raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import sympy
@@ -49,8 +51,8 @@ Sizes = Mapping[sympy.Symbol, int]
 def evaluate_plan(plan: Plan, tensors: Sequence[Any], sizes: Sizes | None = None, wide: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """The outputs of a region, in order, contiguous (written caches: like the cache given).
 
-    `tensors`: the region's inputs, SymInt inputs as ints. `sizes`: the values of size symbols (`bind_sizes`). `wide`: what floats are computed in.
-    Raises AssertionError where the plan breaks a promise of ir/tile.py.
+    `tensors`: the region's inputs, SymInt inputs as ints. `sizes`: the values of size symbols (`bind_sizes`). `wide`: what floats are
+    computed in. Raises AssertionError where the plan breaks a promise of ir/tile.py.
     """
     run = _Run(tensors, dict(sizes or {}), wide)
     if isinstance(plan, LinearPlan):
@@ -151,11 +153,7 @@ class _Run:
                 n = evaluate_index(window.n, {C: columns}, self.sizes).expand_as(columns)
                 windows.append(x @ ((weight[:, n].T if window.kn else weight[n]).T))
             held: list[dict[str, torch.Tensor]] = []
-            epilogue = _Values(
-                self,
-                window=lambda w, e, windows=windows: windows[w.index][e[R], e[C]],
-                statistic=lambda s, e, held=held: held[s.reduction][s.which][e[R], e[C]],
-            )
+            epilogue = _Values(self, partial(_of_window, windows), partial(_of_group, held))
             env = self.grid((R, plan.rows), (C, segment.size))
             assert self.size(segment.size) % segment.hold == 0, "columns come in whole groups"
             for reduction in segment.reductions:
@@ -237,6 +235,14 @@ class _Run:
         else:
             target.copy_(value.reshape(()))
         self.outputs[store.output] = target
+
+
+def _of_window(windows: list[torch.Tensor], window: Window, env: Env) -> torch.Tensor:
+    return windows[window.index][env[R], env[C]]
+
+
+def _of_group(held: list[dict[str, torch.Tensor]], statistic: Statistic, env: Env) -> torch.Tensor:
+    return held[statistic.reduction][statistic.which][env[R], env[C]]
 
 
 class _Values:

@@ -1,8 +1,9 @@
 """Integer index expressions: sums of products over symbols of known range, with floor division and modulo.
 
-A coordinate is a sympy expression over *point symbols* (each in [0, size)) and *size symbols* (a batch, a length; positive). `Space` holds the
-ranges and builds simplified expressions; nothing here decides anything about a symbolic size by its current value. What may occur in an
-expression: integers, symbols, `Add`, `Mul`, torch's `FloorDiv` and `Mod` (of values that are >= 0), `Piecewise`, `Max` and `Min`.
+A coordinate is a sympy expression over *point symbols* (each in [0, size)) and *size symbols* (a batch, a length; positive). `Space`
+holds the ranges and builds simplified expressions; nothing here decides anything about a symbolic size by its current value. What may
+occur in an expression: integers, symbols, `Add`, `Mul`, torch's `FloorDiv` and `Mod` (of values that are >= 0), `Piecewise`, `Max` and
+`Min`.
 
 An expression that is not simplified is still right; a failed proof costs a refusal somewhere else, never a wrong index.
 """
@@ -130,8 +131,8 @@ class Space:
                 return part
             return ZERO, expr.args[1] - 1
         if isinstance(expr, sympy.Piecewise):
-            parts = [self.bounds(value) for value, _ in expr.args]
-            if any(p is None for p in parts) or not all(p[0].is_Integer and p[1].is_Integer for p in parts):
+            parts = [p for p in (self.bounds(value) for value, _ in expr.args) if p is not None and p[0].is_Integer and p[1].is_Integer]
+            if len(parts) < len(expr.args):
                 return None
             return min(p[0] for p in parts), max(p[1] for p in parts)
         return None
@@ -326,8 +327,8 @@ def view_coordinates(
 ) -> list[sympy.Expr] | None:
     """Coordinates in a tensor of sizes `old` of the element at `at` in its view of sizes `new` (same elements in row-major order).
 
-    Dimensions are matched in the smallest groups of equal product, so that nothing is flattened that need not be. None where the sizes do not
-    multiply to the same expression.
+    Dimensions are matched in the smallest groups of equal product, so that nothing is flattened that need not be. None where the sizes do
+    not multiply to the same expression.
     """
     result: list[sympy.Expr] = [ZERO] * len(old)
     olds = [i for i, n in enumerate(old) if n != 1]
@@ -356,7 +357,8 @@ def view_coordinates(
 
 def _first_group(old: list[sympy.Expr], new: list[sympy.Expr]) -> tuple[int, int] | None:
     """The least (i, j), by i + j, whose leading products agree."""
-    old_products, total = {}, ONE
+    old_products: dict[sympy.Expr, int] = {}
+    total = ONE
     for i, n in enumerate(old):
         total = total * n
         old_products.setdefault(total, i + 1)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from .index_map import size_of
+from .pull import args_of
 from .source import source_frame
 from .tile import KernelSpec, Plan, Tensor
 
@@ -32,7 +33,7 @@ def _placeholders(body: fx.GraphModule) -> list[fx.Node]:
 
 def _returned(body: fx.GraphModule) -> list[fx.Node]:
     (output,) = (n for n in body.graph.nodes if n.op == "output")
-    return list(output.args[0])
+    return list(args_of(output)[0])
 
 
 def kernel_spec(region_name: str, body: fx.GraphModule, plan: Plan) -> KernelSpec:
@@ -54,7 +55,7 @@ def kernel_spec(region_name: str, body: fx.GraphModule, plan: Plan) -> KernelSpe
 
 
 def _line(node: fx.Node) -> str:
-    args = [*map(_argument, node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
+    args = [*map(_argument, args_of(node)), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
     target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
     return f"{node.name} = {target}({', '.join(args)})"
 
@@ -70,7 +71,7 @@ def _argument(value: Any) -> str:
 
 def bound_sizes(values: Iterable[Any]) -> set[sympy.Symbol]:
     """The size symbols that a kernel can read off its inputs: a dimension, or a SymInt, that is just the symbol."""
-    bound = set()
+    bound: set[sympy.Symbol] = set()
     for value in values:
         sizes = map(size_of, value.shape) if isinstance(value, torch.Tensor) else [size_of(value)]
         bound.update(n for n in sizes if n.is_Symbol)
@@ -119,8 +120,8 @@ def bind_sizes(body: fx.GraphModule, values: Sequence[Any]) -> dict[sympy.Symbol
 
 
 def region_key(body: fx.GraphModule) -> str:
-    """A digest that two bodies share exactly when one kernel serves both: operators, arguments, shapes, strides, dtypes and devices of inputs and
-    outputs; names of nodes do not count, and size symbols count by the order in which they first occur."""
+    """A digest that two bodies share exactly when one kernel serves both: operators, arguments, shapes, strides, dtypes and devices of
+    inputs and outputs; names of nodes do not count, and size symbols count by the order in which they first occur."""
     renamed: dict[sympy.Symbol, sympy.Symbol] = {}
     numbers: dict[fx.Node, int] = {}
 
@@ -151,7 +152,7 @@ def region_key(body: fx.GraphModule) -> str:
         if node.op == "placeholder":
             parts.append(f"in {describe(node.meta['val'])}")
         elif node.op == "output":
-            parts.append(f"out {[describe(n) + describe(n.meta.get('val')) for n in node.args[0]]}")
+            parts.append(f"out {[describe(n) + describe(n.meta.get('val')) for n in args_of(node)[0]]}")
         else:
-            parts.append(f"{node.target} {describe(node.args)} {describe(dict(node.kwargs))} {describe(node.meta.get('val'))}")
+            parts.append(f"{node.target} {describe(args_of(node))} {describe(dict(node.kwargs))} {describe(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

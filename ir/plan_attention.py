@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from .digits import Atoms, Digit, Renderer, digits_of, linear_form, mixed_radix
-from .index_map import ZERO, Space, size_of
-from .pull import Contraction, Coords, Moment, Puller, fail, fake, sizes_of
+from .index_map import ZERO, Space
+from .pull import Contraction, Coords, Moment, Puller, args_of, fail, fake, sizes_of
 from .tile import AttentionPlan, B, D, E, Expr, G, H, J, S, Store, Window
 from .translate import Translator, leaves, outputs_of, store, written_part
 from .views import argument
@@ -46,7 +46,7 @@ class _Planner:
     def plan(self) -> AttentionPlan:
         a = self.anchor
         outputs = outputs_of(self.body)
-        q, k, v = a.args[:3]
+        q, k, v = args_of(a)[:3]
         mask, bias = argument(a, 3, "mask"), argument(a, 4, "bias")
         operands = [self._operand(n, at) for n, at in ((q, (B, H, S, D)), (k, (B, G, J, D)), (v, (B, G, J, E)))]
         scores = [None if n is None else self._operand(n, self._score_coordinates(n)) for n in (mask, bias)]
@@ -102,7 +102,7 @@ class _Planner:
         atoms = Atoms(self.space, sizes_of(fake(part)), f"o{number}_")
         while True:
             value = self.pull.at(part, atoms.coords)
-            direct, moments, through = leaves(self.pull, value)
+            direct, moments, _ = leaves(self.pull, value)
             if moments:
                 raise fail(moments[0].node, f"{moments[0].node.name} reduces the result of {self.anchor.name}", 6)
             again, cut = atoms.split(e for leaf in direct for e in leaf.at)
@@ -142,6 +142,3 @@ class _Planner:
         if left:
             raise fail(node, f"{node.name} repeats {leaf.node.name} along a dimension of {atoms.atoms[min(left, key=str)]}", 3)
         return digits
-
-
-__all__ = ["plan_attention", "size_of"]

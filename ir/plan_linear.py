@@ -10,11 +10,10 @@ import torch
 from torch import fx
 
 from .digits import Atoms, Renderer, digits_of, linear_form, mixed_radix
-from .index_map import ONE, ZERO, Space, product, size_of
-from .pull import Contraction, Moment, Puller, fail, fake, sizes_of
+from .index_map import ONE, ZERO, Space, product
+from .pull import Contraction, Moment, Puller, args_of, fail, fake, sizes_of
 from .tile import C, Expr, K, LinearPlan, Load, Permuted, R, Reduction, Segment, Statistic, Store, WeightWindow, Window
 from .translate import Translator, leaves, outputs_of, store, written_part
-from .views import argument
 
 LINEAR = torch.ops.dsi.linear.default
 
@@ -53,9 +52,9 @@ class _Planner:
         self.pull = Puller(body, self.space)
         self.linears = [n for n in body.graph.nodes if n.op == "call_function" and n.target is LINEAR]
         first = self.linears[0]
-        *lead, self.inner = sizes_of(fake(first.args[0]))
+        *lead, self.inner = sizes_of(fake(args_of(first)[0]))
         self.rows = product(lead)
-        self.x_dtype = fake(first.args[0]).dtype
+        self.x_dtype = fake(args_of(first)[0]).dtype
         self.x: Expr | None = None
         self.reductions: list[Reduction] = []
         self._statistics: dict[tuple, int] = {}
@@ -81,7 +80,7 @@ class _Planner:
     # ------------------------------------------------------------------------------------------------------------------- anchors
 
     def _anchor(self, linear: fx.Node) -> None:
-        x, weight = linear.args[:2]
+        x, weight = args_of(linear)[:2]
         first = self.linears[0]
         if fake(weight).dtype != fake(x).dtype:
             raise fail(linear, f"{linear.name} multiplies {_short(fake(x).dtype)} by a weight of {_short(fake(weight).dtype)}", 2)
@@ -92,11 +91,11 @@ class _Planner:
         if not columns.is_Integer or not self.inner.is_Integer:
             raise fail(linear, f"{linear.name} has a symbolic number of channels", 1)
         self.all_columns += int(columns)
-        if linear is not first and x is first.args[0]:
+        if linear is not first and x is args_of(first)[0]:
             return
         value = self._prologue(linear, x)
         if self.x is not None and value != self.x:
-            raise fail(linear, f"{linear.name} reads {x.name}, another input than {first.name} reads ({first.args[0].name})", 2)
+            raise fail(linear, f"{linear.name} reads {x.name}, another input than {first.name} reads ({args_of(first)[0].name})", 2)
         self.x = value
 
     def _weight(self, linear: fx.Node, weight: fx.Node) -> _Weight:
@@ -225,7 +224,7 @@ class _Epilogue:
         candidates = [leaf for leaf in self.direct if self._covers(self.places[leaf][1], columns)]
         if not candidates:
             leaf = (self.direct or list(self.places))[0]
-            reason = f"{self.node.name} reads column {self.places[leaf][1]} of {leaf.node.name}, which does not number the columns of its own dimensions"
+            reason = f"{self.node.name} reads column {self.places[leaf][1]} of {leaf.node.name}, which does not number its own columns"
             raise fail(self.node, reason, 3)
         form = linear_form(self.places[candidates[0]][1], columns)
         assert form is not None
@@ -319,7 +318,8 @@ class _Epilogue:
         return Window(len(self.segment.windows) - 1)
 
     def _partner(self, column: sympy.Expr, own: sympy.Expr) -> tuple[int, sympy.Expr] | None:
-        """(group size, column of the segment) if weight row `column` is in the same aligned group of columns as `own`, for the smallest such group."""
+        """(group size, column of the segment) if weight row `column` is in the same aligned group of columns as `own`, for the smallest
+        such group."""
         form = linear_form(own, self.order)
         assert form is not None
         rest, place, high = column - form[1], ONE, ZERO
@@ -366,7 +366,7 @@ class _Epilogue:
             for a in low:
                 position = position + place * a
                 place = place * self.atoms.atoms[a]
-            reduced = self.translate(self.pull.at(leaf.node.args[0], (*leaf.lead, position)))
+            reduced = self.translate(self.pull.at(args_of(leaf.node)[0], (*leaf.lead, position)))
             self._hold(int(place))
             self.segment.statistics[key] = len(self.segment.reductions)
             self.segment.reductions.append(Reduction(body.kind, reduced, C, place, body.eps))
@@ -375,6 +375,3 @@ class _Epilogue:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-__all__ = ["plan_linear", "size_of"]

@@ -7,7 +7,7 @@ from torch import fx
 
 from .digits import Atoms, Digit, Renderer, digits_of, linear_form, mixed_radix
 from .index_map import ONE, Space, product
-from .pull import Contraction, Moment, Puller, fail, fake, sizes_of
+from .pull import Contraction, Moment, Puller, args_of, fail, fake, sizes_of
 from .tile import C, Expr, R, Reduction, RowPlan, Statistic, Store
 from .translate import Translator, leaves, outputs_of, store, written_part
 
@@ -31,7 +31,7 @@ class _Planner:
         pulled = [self._pull(number, node) for number, node in enumerate(self.outputs)]
         norms = [m for _, _, moments in pulled for m in moments]
         if norms:
-            *lead, self.columns = sizes_of(fake(norms[0].node.args[0]))
+            *lead, self.columns = sizes_of(fake(args_of(norms[0].node)[0]))
             self.rows = product(lead)
         else:
             part, _, _ = written_part(self.pull, self.outputs[0])
@@ -54,7 +54,7 @@ class _Planner:
 
     def _flat_row(self, moment: Moment) -> sympy.Expr:
         flat, stride = [], ONE
-        sizes = sizes_of(fake(moment.node.args[0]))[:-1]
+        sizes = sizes_of(fake(args_of(moment.node)[0]))[:-1]
         for c, n in zip(reversed(moment.lead), reversed(sizes), strict=True):
             flat.append(c * stride)
             stride = stride * n

@@ -1,13 +1,15 @@
 """The table of pointwise operations: what an `Op` of a tile expression may be, and which ATen operators stand for it.
 
-One name, one meaning. Whatever ATen spells in several ways (`alpha`, scalar variants, `masked_fill`, powers) is brought to these names when a plan
-is made (ir/pull.py), so that a printer of kernels only needs this table. Arithmetic on floats is fp32; integers and bools are exact.
+One name, one meaning. Whatever ATen spells in several ways (`alpha`, scalar variants, `masked_fill`, powers) is brought to these names
+when a plan is made (ir/pull.py), so that a printer of kernels only needs this table. Arithmetic on floats is fp32; integers and bools are
+exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Pointwise:
-    """One operation: its ATen overloads with plain positional meaning, its torch function (for evaluation), its arity, and the kind of its result:
-    "same" as its common operand type, "float" (integers are converted first), or "bool"."""
+    """One operation: its ATen overloads with plain positional meaning, its torch function (for evaluation), its arity, and the kind of
+    its result: "same" as its common operand type, "float" (integers are converted first), or "bool"."""
 
     overloads: tuple[torch._ops.OpOverload, ...]
     function: Callable[..., torch.Tensor]
@@ -78,14 +80,7 @@ POINTWISE: dict[str, Pointwise] = {
     "cast": Pointwise((), lambda x: x, 1),
 }
 
-BY_OVERLOAD: dict[torch._ops.OpOverload, str] = {overload: name for name, entry in POINTWISE.items() for overload in entry.overloads}
-
-
-def is_pointwise(target: object) -> bool:
-    """Whether an FX node's target is computed elementwise and has a place in the table, directly or by expansion in ir/pull.py."""
-    from .pull import SPECIAL_POINTWISE
-
-    return target in BY_OVERLOAD or target in SPECIAL_POINTWISE
+BY_OVERLOAD: dict[Any, str] = {overload: name for name, entry in POINTWISE.items() for overload in entry.overloads}
 
 
 def _category(dtype: torch.dtype) -> int:
@@ -93,7 +88,8 @@ def _category(dtype: torch.dtype) -> int:
 
 
 def common_dtype(operands: Sequence[torch.Tensor | bool | int | float]) -> torch.dtype:
-    """The type in which torch computes on these operands: tensors with dimensions first, then 0-d tensors, then Python numbers of a higher kind."""
+    """The type in which torch computes on these operands: tensors with dimensions first, then 0-d tensors, then Python numbers of a
+    higher kind."""
     groups: tuple[list[torch.dtype], list[torch.dtype], list[torch.dtype]] = ([], [], [])
     for x in operands:
         if isinstance(x, torch.Tensor):

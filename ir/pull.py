@@ -1,8 +1,8 @@
 """Pulling a value of a region's body back to the region's inputs and anchors, at one point.
 
-`Puller.at(node, coords)` is the expression of `node`'s element at `coords`. Views only change coordinates (ir/views.py); pointwise operations become
-`Op`s (ir/elementwise.py); semantic operators are spelled out (ir/semantics.py). It stops at inputs (`Load`), at anchors (`Contraction`) and at row
-statistics (`Moment`); a planner turns the latter two into windows and statistics of its kernel, or refuses.
+`Puller.at(node, coords)` is the expression of `node`'s element at `coords`. Views only change coordinates (ir/views.py); pointwise
+operations become `Op`s (ir/elementwise.py); semantic operators are spelled out (ir/semantics.py). It stops at inputs (`Load`), at anchors
+(`Contraction`) and at row statistics (`Moment`); a planner turns the latter two into windows and statistics of its kernel, or refuses.
 """
 
 from __future__ import annotations
@@ -79,6 +79,11 @@ def parts_of(expr: Expr) -> Iterator[Expr]:
             stack.extend(children(part))
 
 
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """A node's positional arguments. Their types are those of its operator's schema, which `fx` does not know."""
+    return node.args
+
+
 def sizes_of(value: torch.Tensor) -> list[sympy.Expr]:
     """The sizes of a fake tensor as sympy expressions."""
     return [size_of(n) for n in value.shape]
@@ -140,8 +145,8 @@ class Puller:
         return handler(self, node, coords)
 
     def selected(self, node: fx.Node, coords: Coords) -> Expr | None:
-        """`node` at coordinates that are in range only where its value is selected. Loads are wrapped into their tensors; None where that does not
-        make every coordinate safe: an anchor's would have to be wrapped too, or a negative value would be divided."""
+        """`node` at coordinates that are in range only where its value is selected. Loads are wrapped into their tensors; None where that
+        does not make every coordinate safe: an anchor's would have to be wrapped too, or a negative value would be divided."""
         outer, self._loose = self._loose, True
         memo, self._memo = self._memo, {}
         try:
@@ -185,7 +190,8 @@ class Puller:
     # ------------------------------------------------------------------------------------------------------------------ operands
 
     def operand(self, node: fx.Node, argument: Any, coords: Coords, dtype: torch.dtype | None = None) -> Expr:
-        """An argument of a pointwise `node` at the point `coords` of its result: a tensor that broadcasts, a number (of type `dtype`) or a size."""
+        """An argument of a pointwise `node` at the point `coords` of its result: a tensor that broadcasts, a number (of type `dtype`) or
+        a size."""
         if isinstance(argument, fx.Node):
             value = argument.meta.get("val")
             if isinstance(value, torch.Tensor):
@@ -217,7 +223,8 @@ class Puller:
         return tuple(result)
 
     def cast(self, value: Expr, dtype: torch.dtype) -> Expr:
-        """`value` as an operand of an operation that computes in `dtype`. Floats are all fp32 already, so only a change of kind is a cast."""
+        """`value` as an operand of an operation that computes in `dtype`. Floats are all fp32 already, so only a change of kind is a
+        cast."""
         if value.dtype == dtype or (value.dtype.is_floating_point and dtype.is_floating_point):
             return value
         if isinstance(value, Const):

@@ -10,9 +10,9 @@ from torch import fx
 
 from .elementwise import operation
 from .index_map import ZERO, size_of
-from .pull import Contraction, Coords, Handler, Moment, MomentBody, Puller, fail, fake
+from .pull import Contraction, Coords, Handler, Moment, MomentBody, Puller, args_of, fail, fake
 from .tile import Const, Expr, Op, Test
-from .views import argument
+from .views import argument, keyword
 
 dsi = torch.ops.dsi
 aten = torch.ops.aten
@@ -33,17 +33,17 @@ def _attention(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 
 def _embedding(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    table, ids = node.args[:2]
+    table, ids = args_of(node)[:2]
     row = pull.gathered(pull.at(ids, coords[:-1]), size_of(fake(table).shape[0]))
     return pull.at(table, (row, coords[-1]))
 
 
 def _activation(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    return operation(pull, node, argument(node, 1, "kind"), node.args[:1], coords)
+    return operation(pull, node, argument(node, 1, "kind"), args_of(node)[:1], coords)
 
 
 def _gated(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    gate, up = node.args[:2]
+    gate, up = args_of(node)[:2]
     dtype = fake(node).dtype
     active = Op(argument(node, 2, "kind"), (pull.at(gate, coords),), dtype)
     return Op("mul", (active, pull.at(up, coords)), dtype)
@@ -51,7 +51,7 @@ def _gated(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 def _rope(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     """x * cos + partner(x) * sin for the first `turned` entries, where the partner is another entry of the same head."""
-    x, cos, sin = node.args[:3]
+    x, cos, sin = args_of(node)[:3]
     style = argument(node, 3, "style")
     dtype = fake(node).dtype
     *lead, channel = coords
@@ -97,7 +97,7 @@ def _table(pull: Puller, node: fx.Node, table: fx.Node, lead: list[sympy.Expr], 
 def _moment(pull: Puller, node: fx.Node, lead: Coords, kind: str, eps: float, which: str) -> Moment:
     key = (node, lead)
     if key not in pull.moments:
-        x = node.args[0]
+        x = args_of(node)[0]
         size = size_of(fake(x).shape[-1])
         over = pull.space.add(sympy.Symbol(f"t{len(pull.moments)}_", integer=True, nonnegative=True), size)
         pull.moments[key] = MomentBody(kind, pull.at(x, (*lead, over)), over, size, eps)
@@ -107,7 +107,7 @@ def _moment(pull: Puller, node: fx.Node, lead: Coords, kind: str, eps: float, wh
 def _layer_norm(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     x, weight, bias = (argument(node, i, n) for i, n in enumerate(("x", "weight", "bias")))
     *lead, last = coords
-    mean, rstd = (_moment(pull, node, tuple(lead), "layer", node.kwargs["eps"], which) for which in ("mean", "rstd"))
+    mean, rstd = (_moment(pull, node, tuple(lead), "layer", keyword(node, "eps"), which) for which in ("mean", "rstd"))
     value: Expr = Op("mul", (Op("sub", (pull.at(x, coords), mean), F32), rstd), F32)
     if weight is not None:
         value = Op("mul", (value, pull.at(weight, (last,))), F32)
@@ -121,8 +121,8 @@ def _rms_norm(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     x, weight = (argument(node, i, n) for i, n in enumerate(("x", "weight")))
     dtype = fake(x).dtype
     *lead, last = coords
-    cast, offset = node.kwargs.get("cast", "none"), node.kwargs.get("offset", 0.0)
-    value = Op("mul", (pull.at(x, coords), _moment(pull, node, tuple(lead), "rms", node.kwargs["eps"], "rstd")), F32)
+    cast, offset = keyword(node, "cast", "none"), keyword(node, "offset", 0.0)
+    value = Op("mul", (pull.at(x, coords), _moment(pull, node, tuple(lead), "rms", keyword(node, "eps"), "rstd")), F32)
     if cast == "before" and dtype != F32:
         value = Op("cast", (value,), dtype)
     if weight is not None:

@@ -10,9 +10,9 @@ from torch import fx
 
 from .digits import Renderer
 from .index_map import size_of
-from .pull import Contraction, Coords, Moment, Puller, children, fail, fake
+from .pull import Contraction, Coords, Moment, Puller, args_of, children, fail, fake
 from .tile import Const, Expr, Index, Load, Op, Store, Test
-from .views import ALIASING, SPLITS
+from .views import ALIASING, SPLITS, keyword
 
 Leaf = Callable[[fx.Node, Coords], Expr]
 
@@ -80,9 +80,10 @@ def leaves(pull: Puller, expr: Expr) -> tuple[list[Contraction], list[Moment], l
 
 
 def outputs_of(body: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that a body returns. Refuses what no kernel can return: an input, a view of one or of another output, overlapping memory."""
+    """The nodes that a body returns. Refuses what no kernel can return: an input, a view of one or of another output, overlapping
+    memory."""
     (output,) = (n for n in body.graph.nodes if n.op == "output")
-    returned = output.args[0]
+    returned = args_of(output)[0]
     if not isinstance(returned, tuple | list) or not returned:
         raise fail(output, "a region returns a tuple of at least one value")
     for i, node in enumerate(returned):
@@ -102,18 +103,19 @@ def outputs_of(body: fx.GraphModule) -> list[fx.Node]:
                 raise fail(node, f"{node.name} is a view of another output, {owner.name}, so it belongs outside of the region", 8)
             if owner.target not in ALIASING and owner.target not in SPLITS:
                 break
-            owner = owner.args[0]
+            owner = args_of(owner)[0]
     return list(returned)
 
 
 def written_part(pull: Puller, node: fx.Node) -> tuple[fx.Node, int | None, int | None]:
-    """What an output's points are points of: (value node, written dimension, input number of the cache) of a `kv_write`, else (node, None, None)."""
+    """What an output's points are points of: (value node, written dimension, input number of the cache) of a `kv_write`, else (node,
+    None, None)."""
     if node.target is not torch.ops.dsi.kv_write.default:
         return node, None, None
-    cache, _, new = node.args[:3]
+    cache, _, new = args_of(node)[:3]
     if cache.op != "placeholder":
         raise fail(node, f"{node.name} writes into {cache.name}, which is no input of the region", 9)
-    dim = node.kwargs["dim"] if "dim" in node.kwargs else node.args[3]
+    dim: int = keyword(node, "dim")
     return new, dim + fake(cache).dim() if dim < 0 else dim, pull.inputs[cache]
 
 
@@ -122,7 +124,7 @@ def store(pull: Puller, number: int, node: fx.Node, coords: Sequence[sympy.Expr]
     _, dim, base = written_part(pull, node)
     at: list[sympy.Expr | Expr] = [translate.coordinate(c) for c in coords]
     if dim is not None:
-        pos = node.args[1]
+        pos = args_of(node)[1]
         position = pull.at(pos, (coords[dim],))
         if leaves(pull, position)[0]:
             raise fail(node, f"{node.name} writes at positions that depend on the region's anchor", 9)

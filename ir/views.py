@@ -1,7 +1,7 @@
 """Index maps of the operators that only move elements: views, broadcasts, slices, concatenation, gathers.
 
-Every coordinate made here lies inside its tensor at every point, also where another part of a `cat` is selected, so that a kernel may load first
-and select afterwards.
+Every coordinate made here lies inside its tensor at every point, also where another part of a `cat` is selected, so that a kernel may
+load first and select afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from .index_map import ZERO, nonnegative, size_of, view_coordinates
-from .pull import Coords, Handler, Puller, fail, fake, sizes_of
+from .pull import Coords, Handler, Puller, args_of, fail, fake, sizes_of
 from .tile import Const, Expr, Index, Op, Test
 
 aten = torch.ops.aten
@@ -24,8 +24,13 @@ _TO_THE_END = 1 << 62
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """An argument by position or keyword, with a size node replaced by its SymInt."""
-    value = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    value = args_of(node)[position] if len(args_of(node)) > position else node.kwargs.get(name, default)
     return value.meta["val"] if isinstance(value, fx.Node) and not isinstance(value.meta.get("val"), torch.Tensor) else value
+
+
+def keyword(node: fx.Node, name: str, default: Any = None) -> Any:
+    """A keyword-only argument."""
+    return node.kwargs.get(name, default)
 
 
 def _axis(node: fx.Node, dim: int, rank: int) -> int:
@@ -35,11 +40,11 @@ def _axis(node: fx.Node, dim: int, rank: int) -> int:
 
 
 def _same(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    return pull.at(node.args[0], coords)
+    return pull.at(args_of(node)[0], coords)
 
 
 def _view(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    source = node.args[0]
+    source = args_of(node)[0]
     old, new = sizes_of(fake(source)), sizes_of(fake(node))
     mapped = view_coordinates(pull.space, old, new, coords)
     if mapped is None:
@@ -50,7 +55,7 @@ def _view(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 def _permute(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     rank = len(coords)
     if node.target is aten.permute.default:
-        order = [_axis(node, d, rank) for d in node.args[1]]
+        order = [_axis(node, d, rank) for d in args_of(node)[1]]
     else:
         a, b = (0, 1) if node.target is aten.t.default else (argument(node, 1, "dim0"), argument(node, 2, "dim1"))
         order = list(range(rank))
@@ -60,21 +65,21 @@ def _permute(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     source: list[sympy.Expr] = [ZERO] * rank
     for position, dim in enumerate(order):
         source[dim] = coords[position]
-    return pull.at(node.args[0], source)
+    return pull.at(args_of(node)[0], source)
 
 
 def _expand(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    return pull.at(node.args[0], pull.broadcast(node, node.args[0], coords))
+    return pull.at(args_of(node)[0], pull.broadcast(node, args_of(node)[0], coords))
 
 
 def _repeat(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    sizes = sizes_of(fake(node.args[0]))
+    sizes = sizes_of(fake(args_of(node)[0]))
     inner = coords[len(coords) - len(sizes) :]
-    return pull.at(node.args[0], [ZERO if n == 1 else pull.space.mod(c, n) for c, n in zip(inner, sizes, strict=True)])
+    return pull.at(args_of(node)[0], [ZERO if n == 1 else pull.space.mod(c, n) for c, n in zip(inner, sizes, strict=True)])
 
 
 def _slice(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    source = node.args[0]
+    source = args_of(node)[0]
     dim = _axis(node, argument(node, 1, "dim", 0), len(coords))
     start, end, step = argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)
     size, length = size_of(fake(source).shape[dim]), size_of(fake(node).shape[dim])
@@ -96,7 +101,7 @@ def _slice(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 
 def _select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    source = node.args[0]
+    source = args_of(node)[0]
     dim = _axis(node, argument(node, 1, "dim"), len(coords) + 1)
     index = size_of(argument(node, 2, "index"))
     if index.is_Integer and index < 0:
@@ -108,20 +113,20 @@ def _select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 def _flip(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     moved = list(coords)
-    for d in node.args[1]:
+    for d in args_of(node)[1]:
         dim = _axis(node, d, len(coords))
         moved[dim] = size_of(fake(node).shape[dim]) - 1 - coords[dim]
-    return pull.at(node.args[0], moved)
+    return pull.at(args_of(node)[0], moved)
 
 
 def _getitem(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     """One piece of a split, chunk or unbind."""
-    pieces, number = node.args
+    pieces, number = args_of(node)
     if not isinstance(pieces, fx.Node) or pieces.target not in SPLITS or not isinstance(number, int):
         raise fail(node, f"{node.name} takes an item of {pieces}, which is no split, chunk or unbind", 4)
     values = pieces.meta["val"]
     number = number + len(values) if number < 0 else number
-    source = pieces.args[0]
+    source = args_of(pieces)[0]
     unbind = pieces.target is aten.unbind.int
     dim = _axis(pieces, argument(pieces, 1 if unbind else 2, "dim", 0), fake(source).dim())
     if unbind:
@@ -162,7 +167,7 @@ def _cat(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     whole = fake(node)
     dim = _axis(node, argument(node, 1, "dim", 0), whole.dim())
     start, parts = ZERO, []
-    for source in node.args[0]:
+    for source in args_of(node)[0]:
         if fake(source).dim() != whole.dim() or size_of(fake(source).shape[dim]) == 0:
             if fake(source).numel() == 0:
                 continue
@@ -180,7 +185,7 @@ def _stack(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     whole = fake(node)
     dim = _axis(node, argument(node, 1, "dim", 0), whole.dim())
     rest = (*coords[:dim], *coords[dim + 1 :])
-    parts = [(sympy.Integer(i + 1), pull.cast(pull.at(source, rest), whole.dtype)) for i, source in enumerate(node.args[0])]
+    parts = [(sympy.Integer(i + 1), pull.cast(pull.at(source, rest), whole.dtype)) for i, source in enumerate(args_of(node)[0])]
     return _parts(pull, node, coords[dim], parts)
 
 
@@ -199,7 +204,7 @@ def _from_index(pull: Puller, node: fx.Node, index: fx.Node, at: Coords, size: s
 
 def _index(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     """x[..., i, j, ...] with adjacent integer index tensors: one load at gathered coordinates."""
-    source, indices = node.args
+    source, indices = args_of(node)
     rank = fake(source).dim()
     indices = [*indices, *([None] * (rank - len(indices)))]
     used = [d for d, i in enumerate(indices) if i is not None]
@@ -223,7 +228,7 @@ def _index(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 
 def _index_select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    source, dim, index = node.args
+    source, dim, index = args_of(node)
     dim = _axis(node, dim, len(coords))
     at = (coords[dim],) if fake(index).dim() else ()
     return pull.at(
@@ -232,7 +237,7 @@ def _index_select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 
 def _gather(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
-    source, dim, index = node.args[:3]
+    source, dim, index = args_of(node)[:3]
     dim = _axis(node, dim, len(coords))
     picked = _from_index(pull, node, index, coords, size_of(fake(source).shape[dim]), negative=False)
     return pull.at(source, (*coords[:dim], picked, *coords[dim + 1 :]))
@@ -240,7 +245,7 @@ def _gather(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 def _copy(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     """aten.copy(destination, source): the source, broadcast and converted."""
-    value = pull.at(node.args[1], pull.broadcast(node, node.args[1], coords))
+    value = pull.at(args_of(node)[1], pull.broadcast(node, args_of(node)[1], coords))
     return value if value.dtype == fake(node).dtype else Op("cast", (value,), fake(node).dtype)
 
 
@@ -291,4 +296,3 @@ VIEWS: dict[Any, Handler] = {
     aten.gather.default: _gather,
     aten.copy.default: _copy,
 }
-

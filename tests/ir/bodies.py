@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import dsi.ir.ops
 import torch
+from dsi.ir.analysis import bind_sizes, evaluate_plan, plan_region
+from dsi.ir.tile import Plan
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-import dsi.ir.ops  # noqa: F401
-from dsi.ir.analysis import bind_sizes, evaluate_plan, plan_region
-from dsi.ir.tile import Plan
-
 dsi = torch.ops.dsi
 
 
 def body_of(function: Callable[..., Any], inputs: Sequence[Any], dynamic: Collection[int] = ()) -> torch.fx.GraphModule:
-    """`function` on fakes of the inputs as a region's body. Dimensions whose size is in `dynamic` are symbolic, equal sizes by one symbol."""
+    """`function` on fakes of the inputs as a body. Dimensions of a size in `dynamic` are symbolic, equal sizes by one symbol."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def tupled(*args: Any) -> tuple:

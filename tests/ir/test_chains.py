@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import HealthCheck, assume, event, given, settings
-from hypothesis import strategies as st
-
 from dsi.ir.analysis import plan_region
 from dsi.ir.errors import Refused
 from dsi.ir.tile import LinearPlan, RowPlan
+from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import strategies as st
 
 from .bodies import assert_means, body_of, dsi
 from .chains import programs, run
