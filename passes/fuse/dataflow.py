@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -21,7 +22,7 @@ from dsi.ir.source import source_line
 
 aten = torch.ops.aten
 
-ANCHOR_KINDS = {ops.linear: "linear", ops.attention: "attention", ops.embedding: "embedding"}
+ANCHOR_KINDS: dict[Any, str] = {ops.linear: "linear", ops.attention: "attention", ops.embedding: "embedding"}
 
 _FACTORIES = {aten.arange, aten.full, aten.zeros, aten.ones, aten.empty, aten.scalar_tensor, aten.eye}
 
@@ -108,7 +109,7 @@ class Flow:
         for position, node in enumerate(graph.nodes):
             flow.position[node] = position
             if is_view(node):
-                flow.bases[node] = flow.base(node.args[0])  # type: ignore[arg-type]
+                flow.bases[node] = flow.base(node.args[0])
                 continue
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:

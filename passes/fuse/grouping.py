@@ -18,7 +18,7 @@ def place_anchors(flow: Flow, partition: Partition, legal: Callable[[Piece], Ref
     """Make a piece of every anchor, one of linears that belong together (region rule 2). Anchors without a plan stay as they are."""
     groups: dict[tuple, list[Piece]] = {}
     for node in flow.core:
-        kind = ANCHOR_KINDS.get(node.target) if flow.fusable(node) else None  # type: ignore[arg-type]
+        kind = ANCHOR_KINDS.get(node.target) if flow.fusable(node) else None
         if kind is None:
             continue
         if kind == "linear":

@@ -75,7 +75,7 @@ class Outliner:
         self.outer: dict[fx.Node, fx.Node] = {}  # node of the old graph -> node of the new one that has its value
 
     def run(self, order: list[Item]) -> None:
-        regions = []
+        regions: list[Region] = []
         for item in order:
             if isinstance(item, Piece):
                 regions.append(self._region(item, len(regions)))

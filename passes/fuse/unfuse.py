@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,7 +18,7 @@ def unfuse(gm: fx.GraphModule) -> None:
     Nodes keep their meta, `dsi_region` included. Writes that lowering made in place become functional again, with a `copy_` epilogue.
     """
     graph = fx.Graph()
-    value: dict[fx.Node, fx.Node | tuple[fx.Node, ...]] = {}
+    value: dict[Any, Any] = {}  # node -> its node in the flat graph; a tuple of them for a region's call
     final: dict[fx.Node, fx.Node] = {}  # new placeholder -> the last value written to it in place
     memory: dict[fx.Node, fx.Node] = {}  # such a value -> the placeholder whose memory it had
 
@@ -27,31 +28,31 @@ def unfuse(gm: fx.GraphModule) -> None:
             final[placeholder], memory[new] = new, placeholder
 
     def inline(call: fx.Node, region: Region) -> tuple[fx.Node, ...]:
-        inner = {p: value[a] for p, a in zip(region.inputs, call.args, strict=True)}  # type: ignore[index]
+        inner = {p: value[a] for p, a in zip(region.inputs, call.args, strict=True)}
         for node in region.members:
-            inner[node] = graph.node_copy(node, inner.__getitem__)  # type: ignore[arg-type]
+            inner[node] = graph.node_copy(node, inner.__getitem__)
         outputs = tuple(inner[o] for o in region.outputs)
         for output, number in region.in_place.items():
-            write(value[call.args[number]], outputs[output])  # type: ignore[index, arg-type]
-        return outputs  # type: ignore[return-value]
+            write(value[call.args[number]], outputs[output])
+        return outputs
 
     for node in gm.graph.nodes:
         if node.op == "call_module" and isinstance(region := node.meta.get("region"), Region):
             value[node] = inline(node, region)
-        elif node.target is operator.getitem and isinstance(outputs := value.get(node.args[0]), tuple):  # type: ignore[arg-type]
-            value[node] = outputs[node.args[1]]  # type: ignore[index]
+        elif node.target is operator.getitem and isinstance(outputs := value.get(node.args[0]), tuple):
+            value[node] = outputs[node.args[1]]
         elif node.target is ops.kv_write_:
-            cache, pos, new = (value[a] for a in node.args)  # type: ignore[index]
+            cache, pos, new = (value[a] for a in node.args)
             made = graph.call_function(ops.kv_write, (cache, pos, new), dict(node.kwargs))
-            made.meta = dict(node.meta) | {"val": torch.empty_like(cache.meta["val"])}  # type: ignore[union-attr]
-            write(cache, made)  # type: ignore[arg-type]
-            value[node.args[0]] = made  # type: ignore[index]
+            made.meta = dict(node.meta) | {"val": torch.empty_like(cache.meta["val"])}
+            write(cache, made)
+            value[node.args[0]] = made
         else:
             if node.op == "output":
                 for placeholder, new in final.items():
                     copy = graph.call_function(torch.ops.aten.copy_.default, (placeholder, new))
                     copy.meta["val"] = placeholder.meta["val"]
-            value[node] = graph.node_copy(node, value.__getitem__)  # type: ignore[arg-type]
+            value[node] = graph.node_copy(node, value.__getitem__)
     graph._codegen = gm.graph._codegen
     gm.graph = graph
     for name in [name for name, module in gm.named_children() if isinstance(module, fx.GraphModule) and not _called(graph, name)]:
