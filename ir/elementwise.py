@@ -63,10 +63,10 @@ def _sum(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     alpha = argument(node, 2, "alpha", 1)
     if node.target in (aten.rsub.Scalar, aten.rsub.Tensor):
         left, right = right, left
-        if alpha != 1:
+        if not isinstance(alpha, int | float) or alpha != 1:
             raise fail(node, f"{node.name} has alpha = {alpha}", 4)
     name = "add" if node.target in (aten.add.Tensor, aten.add.Scalar) else "sub"
-    if alpha == 1:
+    if isinstance(alpha, int | float) and alpha == 1:
         return operation(pull, node, name, (left, right), coords)
     common = common_dtype([_value(node, left), _value(node, right)])
     if common == torch.bool or not isinstance(alpha, int | float):

@@ -10,6 +10,7 @@ An expression that is not simplified is still right; a failed proof costs a refu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -61,13 +62,14 @@ def quotient(term: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
 
 @lru_cache(maxsize=65536)
 def nonnegative(expr: sympy.Expr) -> bool:
-    """Whether `expr` >= 0 for all sizes >= 1. False means: not proved."""
+    """Whether `expr` >= 0 wherever every size is. False means: not proved."""
     if expr.is_Integer:
         return bool(expr >= 0)
-    shifted = sympy.expand(expr.xreplace({s: s + 1 for s in expr.free_symbols}))
+    # Sizes are at least 1: where one is 0 there is no point to speak of. A symbol that is no size (an int that a user passes) may be negative.
+    shifted = sympy.expand(expr.xreplace({s: s + 1 for s in expr.free_symbols if s.is_positive}))
     for term in sympy.Add.make_args(shifted):
         number, rest = term.as_coeff_Mul()
-        if number < 0 or not (rest == 1 or rest.is_nonnegative or all(f.is_Symbol or f.is_Pow for f in sympy.Mul.make_args(rest))):
+        if number < 0 or not (rest == 1 or rest.is_nonnegative):
             return False
     return True
 
@@ -229,8 +231,8 @@ class Space:
     @staticmethod
     def _common(rest: sympy.Expr, by: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr | None, sympy.Expr | None]:
         """A common factor of all terms of `rest` and of `by`, with both divided by it."""
-        number = sympy.gcd_list([t.as_coeff_Mul()[0] for t in sympy.Add.make_args(rest)] + [by.as_coeff_Mul()[0]])
-        common = abs(number) if number.is_Integer and number != 0 else ONE
+        numbers = [t.as_coeff_Mul()[0] for t in (*sympy.Add.make_args(rest), by)]
+        common = sympy.Integer(math.gcd(*map(int, numbers))) if all(n.is_Integer for n in numbers) else ONE
         for factor in sympy.Mul.make_args(by.as_coeff_Mul()[1]):
             if factor != 1 and all(quotient(t, common * factor) is not None for t in sympy.Add.make_args(rest)):
                 common = common * factor

@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from .digits import Atoms, Renderer, digits_of, linear_form, mixed_radix
-from .index_map import ONE, ZERO, Space, product
+from .index_map import ONE, ZERO, FloorDiv, Mod, Space, product
 from .pull import Contraction, Moment, Puller, args_of, fail, fake, sizes_of
 from .tile import C, Expr, K, LinearPlan, Load, Permuted, R, Reduction, Segment, Statistic, Store, WeightWindow, Window
 from .translate import Translator, leaves, outputs_of, store, written_part
 
 LINEAR = torch.ops.dsi.linear.default
+LARGEST_GROUP = 512  # columns that one program can hold whole: twice the largest head size in common use
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,8 @@ class _Epilogue:
                 raise fail(self.node, f"{self.node.name} mixes rows {row} and {other[0]} of {leaf.node.name}", 3)
         form = linear_form(row, self.atoms.atoms)
         digits = mixed_radix(form[0], self.atoms.atoms) if form is not None and form[1] == 0 else None
+        if row.has(FloorDiv, Mod):
+            raise fail(self.node, f"{self.node.name} regroups dimensions of {leaf.node.name} so that they are cut: its row is {row}", 1)
         if digits is None or digits[1] != self.planner.rows:
             raise fail(
                 self.node,
@@ -306,7 +309,7 @@ class _Epilogue:
                 partner = self._partner(self.places[leaf][1], self.places[other][1])
                 if partner is not None:
                     hold, source = partner
-                    self._hold(hold)
+                    self._hold(hold, f"{self.node.name}, by a permutation,", 4)
                     return Permuted(Window(index), C, self.render(source), torch.float32)
         if not self._covers(self.places[leaf][1], self.order):
             reason = (
@@ -338,7 +341,10 @@ class _Epilogue:
                 return int(place), high + rest
         return None
 
-    def _hold(self, hold: int) -> None:
+    def _hold(self, hold: int, by: str, rule: int) -> None:
+        if hold > LARGEST_GROUP or hold == self.planner.all_columns:
+            group = f"all {hold} columns of the anchor" if hold == self.planner.all_columns else f"a group of {hold} columns"
+            raise fail(self.node, f"{by} works on {group}, which no program owns", rule)
         both = math.lcm(self.segment.hold, hold)
         if both != max(self.segment.hold, hold):
             raise fail(self.node, f"{self.node.name} groups columns by {hold}, another output of its segment by {self.segment.hold}", 4)
@@ -367,7 +373,7 @@ class _Epilogue:
                 position = position + place * a
                 place = place * self.atoms.atoms[a]
             reduced = self.translate(self.pull.at(args_of(leaf.node)[0], (*leaf.lead, position)))
-            self._hold(int(place))
+            self._hold(int(place), leaf.node.name, 6)
             self.segment.statistics[key] = len(self.segment.reductions)
             self.segment.reductions.append(Reduction(body.kind, reduced, C, place, body.eps))
         return Statistic(self.segment.statistics[key], leaf.which)

@@ -130,9 +130,11 @@ class Puller:
         value = fake(node)
         if value.dtype not in DTYPES:
             raise fail(node, f"{node.name} has dtype {str(value.dtype).removeprefix('torch.')}, which kernels do not compute in")
+        if any(n == 0 for n in sizes_of(value)):
+            raise fail(node, f"{node.name} has no elements")
         if len(coords) != value.dim():
             raise AssertionError(f"{node.name}: {len(coords)} coordinates for {value.dim()} dimensions")
-        coords = tuple(ZERO if n == 1 else c for c, n in zip(coords, value.shape, strict=True))
+        coords = tuple(ZERO if n == 1 else c for c, n in zip(coords, sizes_of(value), strict=True))
         if node.op == "placeholder":
             if self._loose:
                 coords = tuple(self.wrap(c, n) for c, n in zip(coords, sizes_of(value), strict=True))

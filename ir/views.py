@@ -169,7 +169,7 @@ def _cat(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     start, parts = ZERO, []
     for source in args_of(node)[0]:
         if fake(source).dim() != whole.dim() or size_of(fake(source).shape[dim]) == 0:
-            if fake(source).numel() == 0:
+            if any(n == 0 for n in sizes_of(fake(source))):
                 continue
             raise fail(node, f"{node.name} concatenates {source.name} of another rank")
         size = size_of(fake(source).shape[dim])
