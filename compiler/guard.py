@@ -31,7 +31,7 @@ def why_aside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
         if reason := _node_reason(node):
             where = source_line(node)
             return f"{reason} ({node.name}{f' at {where}' if where else ''})"
-    return _gradients(gm)
+    return _gradients(gm) or _emptiness(gm)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor}
@@ -59,6 +59,15 @@ def _gradients(gm: fx.GraphModule) -> str | None:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     return f"an output wants gradients ({used.name}); use torch.no_grad() or torch.inference_mode() for inference"
     return None
+
+
+def _emptiness(gm: fx.GraphModule) -> str | None:
+    """Whether all outputs are empty: a batch of nothing. There is nothing to gain, and eager's own words if it does not like that."""
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    empty = tensors and all(any(isinstance(size, int) and size == 0 for size in value.shape) for value in tensors)
+    return "all outputs are empty" if empty else None
 
 
 def _node_reason(node: fx.Node) -> str | None:

@@ -49,6 +49,12 @@ def observing(gm: fx.GraphModule, context: Context) -> Iterator[Observer]:
     observer.captured("00_dynamo", gm)
     try:
         yield observer
+    except BaseException as error:
+        # Dynamo may start over (a float that turned out to be constant): the graph of the first attempt never runs.
+        context.report.notes.append(f"not compiled: {type(error).__name__}: {error}")
+        if collected is not None:
+            collected[:] = [other for other in collected if other is not context]
+        raise
     finally:
         observer.finish()
 

@@ -225,7 +225,7 @@ def attention_reference(
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
     total = weights.sum(-1, keepdim=True)
-    weights = (weights / total.masked_fill(total == 0, 1.0)).reshape(b, hkv, h // hkv, s, -1)
+    weights = (weights / total.masked_fill(total == 0, 1.0)).reshape(b, hkv, h // hkv, s, k.shape[2])
     return (weights @ v[:, :, None].to(wide)).reshape(b, h, s, v.shape[3]).to(q.dtype).contiguous()
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from functorch.compile import make_boxed_func
-from torch import fx
-
 from dsi.ir.context import Context
 from dsi.ir.region import Region
+from functorch.compile import make_boxed_func
+from torch import fx
 
 
 def compile_reference(gm: fx.GraphModule, fake_inputs: Sequence[Any], context: Context) -> Callable[[list[Any]], Any]:
