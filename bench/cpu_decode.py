@@ -1,0 +1,115 @@
+"""Decode speed on the CPU: backend="dsi" beside torch.compile's default, in turns in one process. Prints one JSON line.
+
+    python -m bench.cpu_decode [--cache 512] [--rounds 20] [--steps 4] [--threads 2]
+
+A process compiles each side once before anything is timed. `--cold` times the compilation itself instead: each side in a process of its own with
+empty caches, one after the other, twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from bench import models
+from bench.generate import cache_argument, static_cache
+
+SIDES = {"dsi": "dsi", "default": "inductor"}
+
+
+def prepare(model: Any, backend: str, cache_length: int, prompt: torch.Tensor) -> tuple[Any, Any]:
+    """A compiled model and a cache that holds the prompt."""
+    cache = {cache_argument(model): static_cache(model, cache_length)}
+    model(input_ids=prompt, **cache)
+    return torch.compile(model, backend=backend, fullgraph=True), cache
+
+
+def one_step(compiled: Any, cache: dict[str, Any]) -> torch.Tensor:
+    """The logits [1, 1, V] after one more token."""
+    return compiled(input_ids=torch.tensor([[77]]), **cache).logits
+
+
+@torch.no_grad()
+def speed(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Median milliseconds a step of each side, rounds taking turns, and how far the logits lie apart."""
+    model = models.smollm2()
+    prompt = torch.arange(100, 116)[None]
+    ready, logits = {}, {}
+    for name, backend in SIDES.items():
+        ready[name] = prepare(model, backend, arguments.cache, prompt)
+        logits[name] = one_step(*ready[name]).double()
+    times: dict[str, list[float]] = {name: [] for name in SIDES}
+    for turn in range(arguments.rounds):
+        for name in list(SIDES) if turn % 2 == 0 else reversed(SIDES):
+            for _ in range(arguments.steps):
+                start = time.perf_counter()
+                one_step(*ready[name])
+                times[name].append((time.perf_counter() - start) * 1e3)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "what": "decode, milliseconds a step",
+        "threads": torch.get_num_threads(),
+        "cache": arguments.cache,
+        **{name: round(value, 2) for name, value in medians.items()},
+        "speed of dsi over default": round(medians["default"] / medians["dsi"], 3),
+        "largest relative difference": float((logits["dsi"] - logits["default"]).abs().max() / logits["default"].abs().max()),
+    }
+
+
+@torch.no_grad()
+def first_step(arguments: argparse.Namespace) -> float:
+    """Seconds that the first step of one side takes in this process: capture, compilation and the step."""
+    model = models.smollm2()
+    compiled, cache = prepare(model, SIDES[arguments.side], arguments.cache, torch.arange(100, 116)[None])
+    start = time.perf_counter()
+    one_step(compiled, cache)
+    return time.perf_counter() - start
+
+
+def cold(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the first step with empty caches, the least of two processes a side, in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    for _ in range(2):
+        for name in SIDES:
+            with tempfile.TemporaryDirectory() as folder:
+                environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "DSI_CACHE_DIR": f"{folder}/dsi"}
+                command = [sys.executable, "-m", "bench.cpu_decode", "--side", name, "--threads", str(arguments.threads)]
+                done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+                seconds[name].append(float(done.stdout.split()[-1]))
+    least = {name: min(values) for name, values in seconds.items()}
+    return {
+        "what": "first step with empty caches, seconds",
+        "threads": arguments.threads,
+        **{name: round(value, 2) for name, value in least.items()},
+        "time of dsi over default": round(least["dsi"] / least["default"], 3),
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=int, default=512, help="length of the static cache")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=4, help="steps of each side a round")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cold", action="store_true", help="time compilation with empty caches instead")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.side:
+        print(first_step(arguments))
+    else:
+        print(json.dumps(cold(arguments) if arguments.cold else speed(arguments)))
+
+
+if __name__ == "__main__":
+    main()
