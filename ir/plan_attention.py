@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .digits import Atoms, Digit, Renderer, digits_of, linear_form, mixed_radix
-from .index_map import ZERO, Space
+from .index_map import ZERO, FloorDiv, Mod, Space
 from .pull import Contraction, Coords, Moment, Puller, args_of, fail, fake, sizes_of
 from .tile import AttentionPlan, B, D, E, Expr, G, H, J, S, Store, Window
 from .translate import Translator, leaves, outputs_of, store, written_part
@@ -131,6 +131,8 @@ class _Planner:
         for base, whole, coordinate in zip((B, H, S, E), wholes, leaf.at, strict=True):
             if whole == 1:
                 continue
+            if coordinate.has(FloorDiv, Mod):
+                raise fail(node, f"{node.name} regroups dimensions of {leaf.node.name} so that they are cut: its {base} is {coordinate}", 1)
             form = linear_form(coordinate, atoms.atoms)
             order = mixed_radix(form[0], atoms.atoms) if form is not None and form[1] == 0 else None
             if order is None or order[1] != whole or digits.keys() & set(order[0]):
