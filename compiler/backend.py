@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
-
 from dsi.ir.context import Context, Fuel
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.options import Options
 from dsi.passes.pipeline import PIPELINE
+from dsi.patterns.rule import compile_rule
+from torch import fx
 
 from . import check, observe
 from .execute import compile_graph
@@ -27,6 +27,8 @@ def dsi(
     inputs. Raises `DsiError` for a mistake in the options, before anything is changed.
     """
     parsed = Options.parse(options, mode)
+    for rule in parsed.rules:
+        compile_rule(rule)  # a malformed rule is a mistake in the options too
     context = Context(parsed, fuel=Fuel(parsed.fuel))
     with observe.observing(gm, context) as observer:
         if reason := why_aside(gm, example_inputs):

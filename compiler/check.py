@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
-from torch.utils import _pytree as pytree
-
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.tolerances import disagreement
+from torch import fx
+from torch.utils import _pytree as pytree
 
 
 def reference_of(gm: fx.GraphModule) -> fx.GraphModule:

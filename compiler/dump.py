@@ -8,11 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import fx
-
 from dsi.ir.context import Context
 from dsi.ir.region import Region
 from dsi.ir.source import source_line
+from torch import fx
 
 from .explain import Explanation
 from .printing import target_text, value_text

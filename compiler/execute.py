@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx
-
 from dsi.ir.context import Context
+from torch import fx
 
 
 def compile_graph(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from dsi.ir.context import Report
 from dsi.ir.errors import Refusal
 from dsi.ir.region import Region

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dsi.ir.source import source_line
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from dsi.ir.source import source_line
 
 DEVICES = ("cpu", "cuda")
 
@@ -73,6 +72,8 @@ def _emptiness(gm: fx.GraphModule) -> str | None:
 def _node_reason(node: fx.Node) -> str | None:
     value = node.meta.get("example_value")
     if isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            return f"a value is a tensor subclass ({type(value).__name__})"
         if value.is_complex():
             return "a value is complex"
         if value.device.type not in (*DEVICES, "meta"):

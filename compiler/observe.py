@@ -10,12 +10,11 @@ import time
 import warnings
 from collections.abc import Iterator
 
-from torch import fx
-from torch._logging import trace_structured
-
 from dsi.ir.context import Context
 from dsi.ir.spec import Aliases, check_graph, output_aliases
 from dsi.passes.pipeline import PIPELINE, Stage
+from torch import fx
+from torch._logging import trace_structured
 
 from .dump import Dump, rules_text
 from .explain import Explanation

@@ -6,10 +6,9 @@ import os
 from typing import Any
 
 import torch
-from torch import fx
-
 from dsi.ir.region import Region
 from dsi.ir.source import source_frame
+from torch import fx
 
 
 def graph_text(gm: fx.GraphModule, name: str = "forward") -> str:

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from dsi.ir.context import Report
     from dsi.ir.errors import DsiError, DsiInternalError
     from dsi.ir.options import Options
+    from dsi.patterns.rule import Rule
 
 _HOMES = {
     "Options": "dsi.ir.options",
     "DsiError": "dsi.ir.errors",
     "DsiInternalError": "dsi.ir.errors",
+    "Rule": "dsi.patterns.rule",
     "Report": "dsi.ir.context",
     "Explanation": "dsi.compiler.explain",
     "explain": "dsi.compiler.explain",
 }
 
-__all__ = ["DsiError", "DsiInternalError", "Explanation", "Options", "Report", "__version__", "explain"]
+__all__ = ["DsiError", "DsiInternalError", "Explanation", "Options", "Report", "Rule", "__version__", "explain"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from dsi.compiler.observe import collecting
+from torch import nn
 
 EXECUTORS = ["reference", "auto"]
 
@@ -153,7 +152,7 @@ def test_the_type_of_the_output_is_kept():
 
     def function(x):
         y = block(x)
-        return Output(y, (y.sum(1), None and y)), {"list": [y, 3, None], "size": y.shape[0]}
+        return Output(y, (y.sum(1), y[0])), {"list": [y, 3, None], "size": y.shape[0]}
 
     output, more = compile_with(function)(torch.randn(2, 5, 12))
     assert type(output) is Output and type(output.pooled) is tuple and output.name == "out"

@@ -5,10 +5,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from dsi.compiler import observe
 from dsi.compiler.observe import collecting
+from torch import nn
 
 
 class Mlp(nn.Module):

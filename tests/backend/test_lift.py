@@ -5,13 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from dsi.compiler.observe import collecting
 from dsi.ir.context import Context, Fuel
 from dsi.ir.options import Options
 from dsi.passes.lift import lift
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def lifted(function, *args, options=None, dynamic=None, fuel=None):

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
-from torch import nn
-
 from dsi.ir.errors import DsiError
 from dsi.ir.options import Options
+from torch import nn
 
 
 def compiled_linear(**kwargs):
@@ -72,7 +71,6 @@ def test_the_backend_is_found_without_an_import():
 def test_transformers_compile_config_reaches_the_backend():
     transformers = pytest.importorskip("transformers")
     import zoo
-
     from dsi.compiler.observe import collecting
 
     model = zoo.decoder("llama")

@@ -4,13 +4,12 @@ import operator
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-
 from dsi.ir import ops
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.region import Region
 from dsi.ir.spec import check_graph, output_aliases
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
 
