@@ -8,10 +8,44 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .vocabulary import DIMENSION_ARGUMENTS, Target, parameters
 
 aten = torch.ops.aten
+
+
+# Operators for which a constant tensor without dimensions is as good as the number in it.
+_TAKES_NUMBERS = frozenset(
+    {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self, aten.masked_fill.Tensor},
+)
+_FILLED = {aten.scalar_tensor.default: 0, aten.full.default: 1}
+
+
+def constant(node: fx.Node) -> Any:
+    """The number in a tensor without dimensions, if the graph states it; else the node itself."""
+    value = node.meta.get("val")
+    if node.op == "get_attr":
+        stored = attribute(node)
+        if isinstance(stored, torch.Tensor) and not isinstance(stored, FakeTensor) and stored.dim() == 0 and stored.device.type == "cpu":
+            return stored.item()
+    if not isinstance(value, torch.Tensor) or value.dim() != 0 or node.op != "call_function":
+        return node
+    if node.target is aten.zeros.default:
+        return torch.zeros((), dtype=value.dtype).item()
+    if node.target in _FILLED:
+        filled = node.args[_FILLED[node.target]]
+        # Through the dtype: that is where the number was rounded.
+        return torch.tensor(filled, dtype=value.dtype).item() if isinstance(filled, (int, float, bool)) else node
+    return node
+
+
+def attribute(node: fx.Node) -> Any:
+    """What a `get_attr` node reads, None where that is not known."""
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 class Arguments:
@@ -41,6 +75,8 @@ def _canonical(node: fx.Node) -> dict[str, Any]:
     for name in named:
         if name in DIMENSION_ARGUMENTS:
             named[name] = canonical_dim(named[name], dimension_rank(target, named))
+    if target in _TAKES_NUMBERS:
+        named = {name: constant(a) if isinstance(a, fx.Node) else a for name, a in named.items()}
     if target is aten.slice.Tensor:
         _slice_bounds(named)
     elif "size" in named:

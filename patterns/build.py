@@ -11,7 +11,7 @@ from dsi.ir.errors import DsiError
 from dsi.ir.ops import REGISTRY
 from torch import fx
 
-from .pattern import _unknown
+from .pattern import _unknown, widened
 from .vocabulary import OPS, Target, invoke, spell
 
 
@@ -78,9 +78,14 @@ class Builder(ABC):
 
 
 class EagerBuilder(Builder):
-    """Computes a rewrite on tensors."""
+    """Computes a rewrite on tensors. With `wide`, floats are float64 and casts between floats do nothing."""
+
+    def __init__(self, wide: bool = False):
+        self._wide = wide
 
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> Any:
+        if self._wide:
+            args, kwargs = tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
         if compute is not None:
             return compute(*args)
         return invoke(target, args, kwargs)

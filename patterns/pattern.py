@@ -121,6 +121,15 @@ class Recorder:
         place = _place()
         return Either(tag, {CAST: _record(OPS["cast"], x, dtype), PLAIN: x}, place=place)
 
+    def maybe_contiguous(self, x: Any, *, tag: str = "") -> Value:
+        """`x`, copied to be contiguous or not: the same values. `m.tag(tag)` is "contiguous", "copy" or "plain"."""
+        copies = {
+            "contiguous": _record(OPS["clone"], x, memory_format=torch.contiguous_format),
+            "copy": _record(OPS["clone"], x),
+            "plain": x,
+        }
+        return Either(tag or _own_tag("copy"), copies, place=_place())
+
     def square(self, x: Value) -> Value:
         """x², spelled pow(x, 2) or x * x."""
         place = _place()
@@ -253,10 +262,11 @@ class Evaluator:
         args = tuple(self(a) for a in value.args)
         kwargs = {k: self(v) for k, v in value.kwargs.items()}
         if self.wide:
-            args = tuple(_widen(a) for a in args)
-            kwargs = {k: _widen(v) for k, v in kwargs.items()}
+            args = tuple(widened(a) for a in args)
+            kwargs = {k: widened(v) for k, v in kwargs.items()}
         return value.op.eager(*args, **kwargs)
 
 
-def _widen(value: Any) -> Any:
+def widened(value: Any) -> Any:
+    """float64 for a floating dtype; anything else as it is."""
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value

@@ -126,9 +126,13 @@ class Restrider:
                 f"the strides {list(like.stride())} of what {node.name} replaces are not those of a permuted contiguous tensor"
             )
         inverse = [order.index(d) for d in range(len(order))]
-        steps = [(aten.clone.default, (), {"memory_format": torch.contiguous_format})]
+        steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [(aten.clone.default, (), {"memory_format": torch.contiguous_format})]
         if inverse != order or order != sorted(order):
-            steps = [(aten.permute.default, (order,), {}), *steps, (aten.permute.default, (inverse,), {})]
+            steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+                (aten.permute.default, (order,), {}),
+                *steps,
+                (aten.permute.default, (inverse,), {}),
+            ]
         last = node
         for target, args, kwargs in steps:
             with self.graph.inserting_after(last):

@@ -158,8 +158,8 @@ OPS: dict[str, Op] = {
         _op("fused_rms_norm", aten._fused_rms_norm.default),
         _op("aten_rms_norm", aten.rms_norm.default),
         # choice and gather
-        _op("where", aten.where.self),
-        _op("masked_fill", aten.masked_fill.Scalar),
+        _op("where", aten.where.self, compute=torch.where),
+        _op("masked_fill", aten.masked_fill.Scalar, aten.masked_fill.Tensor),
         _op("embedding", aten.embedding.default),
         _op("index_copy", aten.index_copy.default),
         _op("index_put", aten.index_put.default),

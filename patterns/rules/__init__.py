@@ -1,1 +1,69 @@
-"""The rules, one a file. Which of them run, and in which order, is said in `passes/normalise.py` and `passes/recognise.py`."""
+"""The rules, one a file. In which stage and in which order they run is said in `passes/normalise.py` and `passes/recognise.py`."""
+
+from dsi.patterns.rule import Rule
+
+from .attention import Attention
+from .cast_chain import CastChain
+from .cast_device import CastDevice
+from .embedding import Embedding
+from .gated import Gated
+from .gelu import Gelu
+from .kv_write import KvWrite
+from .layer_norm import LayerNorm
+from .layer_norm_spelled import LayerNormSpelled
+from .linear import Linear, LinearBatched, LinearFlattened
+from .neutral_element import NeutralElement
+from .no_op_cast import NoOpCast
+from .no_op_copy import NoOpCopy
+from .no_op_dropout import NoOpDropout
+from .no_op_view import NoOpView
+from .outer_product import OuterProduct
+from .partial_rope import PartialRope
+from .permute_chain import PermuteChain
+from .relu import Relu
+from .repeated_heads import RepeatedHeads
+from .rms_norm import RmsNorm
+from .rms_norm_fused import RmsNormFused
+from .rope import Rope
+from .silu import Silu
+from .softmax_cast import SoftmaxCast
+from .split_spelling import SplitSpelling
+from .tanh import Tanh
+from .transpose_spelling import TransposeSpelling
+from .view_chain import ViewChain
+from .view_spelling import ViewSpelling
+
+RULES: tuple[type[Rule], ...] = (
+    Attention,
+    CastChain,
+    CastDevice,
+    Embedding,
+    Gated,
+    Gelu,
+    KvWrite,
+    LayerNorm,
+    LayerNormSpelled,
+    Linear,
+    LinearBatched,
+    LinearFlattened,
+    NeutralElement,
+    NoOpCast,
+    NoOpCopy,
+    NoOpDropout,
+    NoOpView,
+    OuterProduct,
+    PartialRope,
+    PermuteChain,
+    Relu,
+    RepeatedHeads,
+    RmsNorm,
+    RmsNormFused,
+    Rope,
+    Silu,
+    SoftmaxCast,
+    SplitSpelling,
+    Tanh,
+    TransposeSpelling,
+    ViewChain,
+    ViewSpelling,
+)

@@ -9,23 +9,33 @@ from dsi.patterns.rule import Rule
 
 
 class Linear(Rule):
-    """The product of two matrices, without views around it that could be absorbed."""
+    """The product of two matrices. Where x was flattened to rows for it, the result is flattened instead."""
 
-    dims = {"x": "M K", "bias": "N"}
+    dims = {"bias": "N"}
 
-    def pattern(self, op, x, w, bias):
+    def pattern(self, op, x, w, bias, flat):
         stored = op.either("stored", nk=lambda: op.permute(w, [1, 0]), kn=lambda: w)
-        return op.either("bias", given=lambda: op.addmm(bias, x, stored), absent=lambda: op.mm(x, stored))
+        rows = op.either("rows", flattened=lambda: op.view(x, flat), plain=lambda: x).named("rows")
+        return op.either("bias", given=lambda: op.addmm(bias, rows, stored), absent=lambda: op.mm(rows, stored))
 
     def check(self, m):
         check_linear(m, bias=True)
+        if m.tag("rows") == "flattened":
+            m.require(
+                m.rank("x") > 2 and m.same(m.shape("x")[-1], m.shape("rows")[-1]),
+                f"{list(m.shape('x'))} is not flattened to rows, but regrouped",
+            )
+            m.require(isinstance(m.output().shape[-1], int), "the size of the result is symbolic")
 
     def rewrite(self, dsi, m):
-        return dsi.linear(m.x, m.w, m.bias, kn=m.tag("stored") == "kn")
+        result = dsi.linear(m.x, m.w, m.bias, kn=m.tag("stored") == "kn")
+        return dsi.aten.view(result, [-1, m.output().shape[-1]]) if m.tag("rows") == "flattened" else result
 
     def sample(self, s):
         kn = s.chosen("stored") == "kn"
-        return {**s.defaults(), "w": s.tensor("K N" if kn else "N K")}
+        b, t, k = s.size("B"), s.size("T"), s.size("K")
+        x = s.pick(([b, t, k], [b, k, t])) if s.chosen("rows") == "flattened" else [b * t, k]
+        return {"x": s.tensor_of(x), "w": s.tensor("K N" if kn else "N K"), "bias": s.tensor("N"), "flat": [b * t, k]}
 
 
 class LinearFlattened(Rule):

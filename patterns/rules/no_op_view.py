@@ -32,5 +32,7 @@ class NoOpView(Rule):
         return m.x
 
     def sample(self, s):
-        sizes = s.pick(([s.size("A"), s.size("B"), s.size("C")], [s.size("A") * s.size("B"), 1, s.size("C")]))
+        same = [s.size("A"), s.size("B"), s.size("C")]
+        other = [1, *same] if s.chosen("spelling") == "expand" else [s.size("A") * s.size("B"), 1, s.size("C")]
+        sizes = s.pick((same, other))
         return {**s.defaults(), "x": s.tensor("A B C"), "sizes": sizes, "order": s.pick(([0, 1, 2], [1, 0, 2])), "end": s.pick((2, 10**9))}

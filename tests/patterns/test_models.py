@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers as T
 import zoo
-
 from dsi.ir.spec import check_graph, output_aliases
 from dsi.passes.normalise import normalise
 from dsi.passes.recognise import recognise

@@ -1,0 +1,187 @@
+"""softmax(q kᵀ · scale + mask) v, spelled out   ->   dsi.attention
+
+q, k and v are [B, H, *, *], flattened to B·H matrices for the products. The scale multiplies or divides the scores or q, or is the
+product's `alpha` (ALiBi, as `baddbmm`), or is not there; scores may be capped by tanh, masked by an added mask or by a choice, and widened
+for the softmax. A choice between a score and a number becomes an added bias, which is the same where that number drowns every score.
+Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), GPT-Neo (choice and mask), Gemma 2 (cap).
+"""
+
+import torch
+from dsi.patterns.rule import Rule
+
+# A number below this, in place of a score, leaves of a score that is added to it nothing: fp32 has 24 bits.
+_DROWNS = -1e30
+
+
+class Attention(Rule):
+    literals = {
+        "scale": (0.3, 2.0),
+        "q_scale": (0.5, 1.5),
+        "cap": (2.0, 5.0),
+        "fill": (float("-inf"), torch.finfo(torch.float32).min, -5.0),
+        "alpha": (0.25, 1.0),
+        "beta": (1.0, 2.0),
+    }
+    dtypes = {"keep": torch.bool}
+
+    def pattern(
+        self,
+        op,
+        q,
+        k,
+        v,
+        mask,
+        keep,
+        alibi,
+        scale,
+        q_scale,
+        cap,
+        fill,
+        alpha,
+        beta,
+        flat_q,
+        flat_k,
+        flat_v,
+        flat_p,
+        sizes,
+        restored,
+        narrow,
+    ):
+        scaled_q = op.either("q scale", none=lambda: q, mul=lambda: q * q_scale, div=lambda: q / q_scale)
+        wide_q = op.maybe_cast(scaled_q, torch.float32, tag="q wide")
+        rows = op.view(op.maybe_contiguous(wide_q, tag="q copy"), flat_q).named("rows")
+
+        def columns(k):
+            return op.either(
+                "keys",
+                permuted=lambda: op.view(op.maybe_contiguous(op.permute(k, [0, 1, 3, 2])), flat_k),
+                flattened=lambda: op.permute(op.view(op.maybe_contiguous(k), flat_k), [0, 2, 1]),
+                transposed=lambda: op.view(op.maybe_contiguous(k), flat_k),
+            )
+
+        keys = columns(op.maybe_cast(k, torch.float32, tag="k wide")).named("columns")
+        product = op.either(
+            "product",
+            plain=lambda: op.bmm(rows, keys),
+            alibi=lambda: op.baddbmm(alibi, rows, keys, beta=beta, alpha=alpha),
+        )
+        flat_scores = op.view(product.named("product"), sizes).named("scores")
+        scores = op.either("scale", mul=lambda: flat_scores * scale, div=lambda: flat_scores / scale, none=lambda: flat_scores)
+        scores = op.either("cap", tanh=lambda: cap * op.tanh(scores / cap), none=lambda: scores)
+        chosen = op.either(
+            "choice",
+            where=lambda: op.where(keep, scores, fill),
+            masked_fill=lambda: op.masked_fill(scores, keep, fill),
+            none=lambda: scores,
+        )
+        masked = op.either("mask", added=lambda: chosen + mask, none=lambda: chosen)
+        wide = op.maybe_cast(masked, torch.float32, tag="wide")
+        weights = op.maybe_cast(op.softmax(wide, -1), narrow, tag="narrow")
+        flat_weights = op.view(op.maybe_contiguous(weights), flat_p).named("flat_weights")
+        values = op.view(op.maybe_contiguous(v, tag="v copy"), flat_v).named("flat_values")
+        return op.view(op.bmm(flat_weights, values).named("flat_result"), restored)
+
+    def check(self, m):
+        m.require(m.rank("scores") == 4, f"the scores have {m.rank('scores')} dimensions, not 4")
+        b, h, s, length = m.shape("scores")
+        d, dv = m.shape("rows")[2], m.shape("flat_values")[2]
+        k = (b, h, d, length) if m.tag("keys") == "transposed" else (b, h, length, d)
+        # What is viewed without a copy can be viewed as [B, H, *, *] too.
+        free = {
+            "q": m.tag("q copy") == "plain" and m.tag("q scale") == "none" and m.cast("q wide") is None,
+            "v": m.tag("v copy") == "plain",
+        }
+        for name, shape in {"q": (b, h, s, d), "k": k, "v": (b, h, length, dv)}.items():
+            m.require(
+                free.get(name) or m.same(m.shape(name), shape), f"{name} is {list(m.shape(name))} where the scores are {[b, h, s, length]}"
+            )
+        m.require(m.same(m.output().shape, (b, h, s, dv)), f"the result is {list(m.output().shape)}, not {[b, h, s, dv]}")
+        matrices = {
+            "rows": (s, d),
+            "columns": (d, length),
+            "product": (s, length),
+            "flat_weights": (s, length),
+            "flat_values": (length, dv),
+            "flat_result": (s, dv),
+        }
+        for name, matrix in matrices.items():
+            m.require(
+                m.rank(name) == 3 and m.same(m.shape(name)[1:], matrix),
+                f"{name} is {list(m.shape(name))}: it does not only flatten batch and heads",
+            )
+        q = m.dtype("q")
+        m.require(q.is_floating_point, f"q is {q}")
+        m.require(
+            q == m.dtype("k") == m.dtype("v") == m.output().dtype,
+            f"q, k, v and the result differ in dtype: {q}, {m.dtype('k')}, {m.dtype('v')}",
+        )
+        m.require(m.dtype("flat_weights") == q, f"the weights of the sum are {m.dtype('flat_weights')}, v is {q}")
+        for name in ("scale", "q_scale", "cap", "alpha"):
+            m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")
+        m.require(m.cap is None or m.cap > 0, f"the cap is {m.cap}")
+        self._check_masks(m)
+
+    def _check_masks(self, m):
+        scores = m.shape("scores")
+        if m.present("mask"):
+            m.require(m.dtype("mask").is_floating_point, f"the mask that is added is {m.dtype('mask')}")
+            m.require(
+                m.broadcasts(m.shape("mask"), scores), f"the mask {list(m.shape('mask'))} does not surely broadcast to {list(scores)}"
+            )
+        if m.present("keep"):
+            m.require(m.dtype("keep") == torch.bool, f"the choice is made by {m.dtype('keep')}")
+            m.require(
+                m.broadcasts(m.shape("keep"), scores), f"the choice {list(m.shape('keep'))} does not surely broadcast to {list(scores)}"
+            )
+            m.require(m.is_number("fill") and m.fill <= _DROWNS, f"a score is replaced by {m.fill}, which a sum with the score is not")
+        if m.present("alibi"):
+            m.require(not m.present("keep"), "there is a bias and a choice")
+            m.require(m.beta == 1, f"the bias counts {m.beta} times")
+            m.require(m.tag("scale") == "none" and m.tag("cap") == "none", "the bias is scaled or capped with the scores")
+            m.require(
+                m.rank("alibi") == 3 and m.dtype("alibi").is_floating_point, f"the bias is {m.dtype('alibi')} {list(m.shape('alibi'))}"
+            )
+            m.require(m.same(m.shape("alibi")[0], m.shape("product")[0]), f"the bias {list(m.shape('alibi'))} is not one a head")
+
+    def rewrite(self, dsi, m):
+        k = dsi.aten.permute(m.k, [0, 1, 3, 2]) if m.tag("keys") == "transposed" else m.k
+        scale = 1.0
+        for factor, tag in ((m.q_scale, m.tag("q scale")), (m.scale, m.tag("scale"))):
+            scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
+        if m.present("alpha"):
+            scale *= m.alpha
+        bias = None
+        if m.present("alibi"):
+            bias = dsi.aten.view(m.alibi, [m.sizes[0], m.sizes[1], m.shape("alibi")[1], -1])
+        elif m.present("keep"):
+            numbers = (0.0, m.fill) if m.tag("choice") == "where" else (m.fill, 0.0)
+            bias = dsi.call(torch.ops.aten.where.Scalar, m.keep, *numbers)
+        q, v = (self._by_heads(dsi, m, name, flat) for name, flat in (("q", "rows"), ("v", "flat_values")))
+        return dsi.attention(q, k, v, m.mask, bias, scale=float(scale), softcap=float(m.cap or 0.0))
+
+    def _by_heads(self, dsi, m, name, flat):
+        """The parameter as [B, H, *, *]."""
+        shape = (*m.shape("scores")[:2], *m.shape(flat)[1:])
+        if m.same(m.shape(name), shape):
+            return getattr(m, name)
+        return dsi.aten.view(getattr(m, name), [m.sizes[0], m.sizes[1], *m.shape(flat)[1:]])
+
+    def sample(self, s):
+        b, h, t, length, d, dv = s.size("B"), s.size("H"), s.size("T"), s.size("L"), s.size("D"), s.size("V")
+        keys = s.chosen("keys")
+        return {
+            **s.defaults(),
+            "narrow": s.dtype,
+            "q": s.tensor_of([b, h, t, d]),
+            "k": s.tensor_of([b, h, d, length] if keys == "transposed" else [b, h, length, d]),
+            "v": s.tensor_of(s.pick(([b, h, length, dv], [b * h, length, 1, dv]))),
+            "mask": s.tensor_of(s.pick(([b, 1, t, length], [length], [1, h, 1, length]))),
+            "keep": s.mask_of(s.pick(([1, 1, t, length], [b, h, t, length])), invert=s.chosen("choice") == "masked_fill"),
+            "alibi": s.tensor_of([b * h, s.pick((1, t)), length]),
+            "flat_q": [b * h, t, d],
+            "flat_k": [b * h, length, d] if keys == "flattened" else [b * h, d, length],
+            "flat_v": [b * h, length, dv],
+            "flat_p": [b * h, t, length],
+            "sizes": [b, h, t, length],
+            "restored": [b, h, t, dv],
+        }

@@ -1,0 +1,215 @@
+"""Whether a rule's replacement computes what its pattern computes.
+
+The pattern itself is the oracle: it is run on tensors, over several sizes, dtypes and every branch of its alternatives, and compared with
+the rewrite run on the same tensors through the reference of each operator:
+
+* in float64 both agree to 1e-5 of the largest value;
+* in float32, float16 and bfloat16 the replacement is no further from the pattern in float64 than `FACTOR` times what the pattern itself is,
+plus
+  `ULPS` units in the last place of the largest value;
+* where the rule says `same_rounding`, both round alike: at most `STRAY` of the elements differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from dsi.ir.errors import DsiError, Refused
+
+from .build import KEEP, EagerBuilder
+from .match import Match
+from .pattern import Evaluator
+from .rule import Compiled, Rule, compile_rule
+from .sampling import Sampler, assignments
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDE = 1e-5
+FACTOR = 2.0
+ULPS = 2.0
+STRAY = 0.03
+_FLOOR = 0.05  # values all below this are measured against it: cancellation leaves nothing to be relative to
+_BRANCHES = 48  # choices of branches, at most, per dtype
+_SAMPLES = 24  # at least, per dtype
+_EXTRA = 400  # further samples, at most, for branches that none was accepted with
+
+
+class VerificationError(DsiError):
+    """A rule whose replacement does not compute what its pattern does, with the sample that shows it."""
+
+
+@dataclass
+class Verified:
+    """What was compared: samples that the rule accepted, per rule, and samples that it refused."""
+
+    accepted: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        width = max((len(n) for n in self.accepted), default=0)
+        return "\n".join(f"{n:{width}}  {count:5} samples equal, {self.refused[n]:5} refused" for n, count in self.accepted.items())
+
+
+def verify(rules: type[Rule] | Iterable[type[Rule]] | None = None, *, seed: int = 0) -> Verified:
+    """Verifies a rule, several, or (None) all that dsi comes with. Raises `VerificationError` at the first that is wrong."""
+    if rules is None:
+        from .rules import RULES
+
+        rules = RULES
+    result = Verified()
+    for rule in (rules,) if isinstance(rules, type) else rules:
+        _verify_one(compile_rule(rule), result, seed)
+    return result
+
+
+def _verify_one(compiled: Compiled, result: Verified, seed: int) -> None:
+    accepted = refused = 0
+    reason = ""
+    missing = {(tag, branch) for choice in assignments(compiled, _BRANCHES) for tag, branch in choice.items()}
+    for number, dtype in enumerate(DTYPES):
+        choices = assignments(compiled, _BRANCHES, seed + number)
+        for i, branches in enumerate(choices):
+            for round_ in range(-(-_SAMPLES // len(choices))):
+                case = Case(compiled, branches, dtype, seed + 1000 * number + 7 * i + round_)
+                if case.compare():
+                    accepted += 1
+                    missing -= set(case.tags.items())
+                else:
+                    refused += 1
+                    reason = case.refusal
+    everything = assignments(compiled, 8 * _BRANCHES, seed)
+    for extra in range(_EXTRA):
+        wanted = [choice for choice in everything if missing & set(choice.items())]
+        if not wanted:
+            break
+        case = Case(compiled, wanted[extra % len(wanted)], DTYPES[extra % len(DTYPES)], seed + 5000 + extra)
+        if case.compare():
+            accepted += 1
+            missing -= set(case.tags.items())
+        else:
+            reason = case.refusal
+    result.accepted[compiled.name] = result.accepted.get(compiled.name, 0) + accepted
+    result.refused[compiled.name] = result.refused.get(compiled.name, 0) + refused
+    if not accepted:
+        raise VerificationError(
+            f"{compiled.place}: rule {compiled.name}: its check refused each of {refused} samples, the last because {reason}"
+        )
+    if missing:
+        tags = ", ".join(sorted(f"{tag} = {branch}" for tag, branch in missing))
+        raise VerificationError(
+            f"{compiled.place}: rule {compiled.name}: no sample was accepted with {tags}; the last was refused because {reason}"
+        )
+
+
+class Case:
+    """One sample of one rule: a choice of branches, a dtype and a seed."""
+
+    def __init__(self, compiled: Compiled, branches: dict[str, str], dtype: torch.dtype, seed: int):
+        self.compiled, self.branches, self.dtype, self.seed = compiled, branches, dtype, seed
+        self.tags: dict[str, str] = {}
+        self.env: dict[str, Any] = {}
+        self.refusal = ""
+
+    def compare(self) -> bool:
+        """False if the rule refuses the sample; raises `VerificationError` if pattern and replacement differ on it."""
+        compiled = self.compiled
+        self.env = compiled.rule.sample(Sampler(compiled, self.branches, self.dtype, self.seed))
+        unknown = [v.name for v in compiled.variables if v.name not in self.env]
+        if unknown:
+            raise VerificationError(
+                f"{compiled.place}: rule {compiled.name}: nothing says what to verify {', '.join(unknown)} with; extend `sample`"
+            )
+        try:
+            with torch.no_grad():
+                expected, match = self._pattern(self.env, wide=False)
+        except Exception as error:
+            # Such as operands of two dtypes, where one of two casts is taken.
+            self.refusal = f"the pattern cannot be computed: {str(error).splitlines()[0]}"
+            return False
+        try:
+            match.check_declared()
+            compiled.rule.check(match)
+            actual = self._rewrite(match, wide=False)
+        except Refused as refused:
+            self.refusal = refused.refusal.reason
+            return False
+        self.tags = {tag: branch for tag, (branch, _) in match._tags.items()}
+        exact, wide_match = self._pattern({k: _widened(v) for k, v in self.env.items()}, wide=True)
+        wide_match._solver = match._solver
+        wide = self._rewrite(wide_match, wide=True)
+        for index, (pattern, replacement) in enumerate(zip(expected, actual, strict=True)):
+            if replacement is not KEEP:
+                self._equal(pattern, replacement, exact[index], wide[index])
+        return True
+
+    def _pattern(self, env: dict[str, Any], wide: bool) -> tuple[list[Any], Match]:
+        evaluator = Evaluator(env, lambda tag, names: self.branches.get(tag, names[0]), wide)
+        outputs = [evaluator(o) for o in self.compiled.outputs]
+        used = {name: value for name, value in env.items() if name in evaluator.used}
+        return outputs, Match(self.compiled, used, evaluator.tags, evaluator.labels, outputs)
+
+    def _rewrite(self, match: Match, wide: bool) -> list[Any]:
+        try:
+            with torch.no_grad():
+                result = self.compiled.rule.rewrite(EagerBuilder(wide), match)
+        except Refused:
+            raise
+        except Exception as error:
+            raise self._wrong(f"its rewrite fails: {type(error).__name__}: {error}") from error
+        return [result] if self.compiled.single else list(result)
+
+    def _equal(self, pattern: Any, replacement: Any, exact: Any, wide: Any) -> None:
+        if not isinstance(pattern, torch.Tensor):
+            return
+        if not isinstance(replacement, torch.Tensor) or replacement.shape != pattern.shape or replacement.dtype != pattern.dtype:
+            raise self._wrong(f"the pattern gives {_describe(pattern)}, the replacement {_describe(replacement)}")
+        if not pattern.is_floating_point():
+            if not torch.equal(pattern, replacement):
+                raise self._wrong("pattern and replacement give other integers")
+            return
+        top = _largest(exact)
+        difference = _distance(wide, exact)
+        if not difference <= WIDE * top:
+            raise self._wrong(f"in float64 pattern and replacement differ by {difference:.3g} of {top:.3g}")
+        own, other = _distance(pattern, exact), _distance(replacement, exact)
+        if not other <= FACTOR * own + ULPS * torch.finfo(pattern.dtype).eps * max(top, _FLOOR):
+            raise self._wrong(f"the replacement is {other:.3g} from the exact result, the pattern {own:.3g}, of {top:.3g}")
+        if self.compiled.rule.same_rounding:
+            # The order of a sum shows in float32 only.
+            loose = 1e-5 if pattern.dtype == torch.float32 else 0.0
+            stray = int((~torch.isclose(pattern, replacement, rtol=loose, atol=loose * top, equal_nan=True)).sum())
+            if stray > max(1, STRAY * pattern.numel()):
+                raise self._wrong(f"the replacement rounds elsewhere: {stray} of {pattern.numel()} elements differ")
+
+    def _wrong(self, reason: str) -> VerificationError:
+        shown = ", ".join(f"{k} {_describe(v)}" for k, v in self.env.items())
+        branches = ", ".join(f"{tag} = {branch}" for tag, branch in self.branches.items() if "#" not in tag)
+        sample = f"branches: {branches or 'none'}; {shown}; seed {self.seed}"
+        return VerificationError(f"{self.compiled.place}: rule {self.compiled.name} is wrong: {reason} ({sample})")
+
+
+def _widened(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _largest(value: torch.Tensor) -> float:
+    finite = value[torch.isfinite(value)].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference; infinite where one is finite and the other is not, or one is NaN."""
+    a, b = a.double(), b.double()
+    if a.shape != b.shape:
+        return math.inf
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b))
+    difference = torch.where(same, 0.0, (a - b).abs())
+    difference = torch.nan_to_num(difference, nan=math.inf, posinf=math.inf)
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def _describe(value: Any) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
