@@ -106,7 +106,7 @@ def smollm2_config(reader: Any) -> Any:
         num_attention_heads=field("llama.attention.head_count"),
         num_key_value_heads=field("llama.attention.head_count_kv"),
         max_position_embeddings=field("llama.context_length"),
-        rms_norm_eps=float(field("llama.attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=float(f"{field('llama.attention.layer_norm_rms_epsilon'):.6g}"),  # stored as fp32, meant as 1e-05
         rope_parameters={"rope_type": "default", "rope_theta": float(field("llama.rope.freq_base"))},
         tie_word_embeddings=True,
         bos_token_id=field("tokenizer.ggml.bos_token_id"),
