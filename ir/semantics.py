@@ -65,7 +65,8 @@ def _rope(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
         partner_channel = space.mod(turning + turned / 2, turned)
         is_lower = space.relation(sympy.StrictLessThan, (turning, turned / 2))
     else:
-        partner_channel = 2 * space.floordiv(turning, two) + 1 - space.mod(turning, two)
+        pairing = channel if head % 2 == 0 else turning  # pairs of the whole head are in it as well
+        partner_channel = 2 * space.floordiv(pairing, two) + 1 - space.mod(pairing, two)
         is_lower = space.relation(sympy.StrictLessThan, (space.mod(turning, two), sympy.Integer(1)))
     own, partner = pull.at(x, coords), pull.at(x, (*lead, partner_channel))
     cos_value, sin_value = (_table(pull, node, t, lead, turning) for t in (cos, sin))
