@@ -218,6 +218,7 @@ class Grower:
             self.partition.add(piece)
             if refusal := self.legal(piece):
                 self.partition.remove(piece)
+                self.flow.refusals.pop(node, None)  # why it can be in no region at all says more than why not in that one
                 self.flow.refuse(node, refusal)
         self.merge("row")
         self._dissolve_index_rows()

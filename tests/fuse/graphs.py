@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from dsi.ir import analysis
 from dsi.ir.context import Context, Fuel
 from dsi.ir.options import Options
 from dsi.ir.region import Region
@@ -40,11 +41,30 @@ def fused(function: Callable[..., Any], *inputs: Any, symbolic: bool = False) ->
     fuse(gm, ctx)
     check_graph(gm, "regions")
     assert_equal(function, gm, inputs)
+    assert_plans(gm, inputs)
     flat = copy.deepcopy(gm)
     unfuse(flat)
     check_graph(flat, "aten")
     assert_equal(function, flat, inputs)
     return gm, ctx
+
+
+def assert_plans(gm: fx.GraphModule, inputs: tuple[Any, ...]) -> None:
+    """Every region's plan computes what its body does, on the values that it meets when `gm` runs on `inputs`."""
+    feed = iter(pytree.tree_leaves(copy.deepcopy(inputs)))
+    values: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "placeholder":
+            values[node] = next(feed)
+        elif node.op == "call_module":
+            region = node.meta["region"]
+            values[node] = region.body(*args)
+            planned = analysis.evaluate_plan(region.plan, args, analysis.bind_sizes(region.body, args))
+            for expected, got in zip(values[node], planned, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        elif node.op == "call_function":
+            values[node] = node.target(*args, **kwargs)
 
 
 def assert_equal(expected: Callable[..., Any], got: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
