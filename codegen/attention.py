@@ -17,7 +17,7 @@ from .builder import Block, Builder, triton_type
 from .cost import power_of_two
 from .integers import normalise
 from .kernel import Choice
-from .linear import ceil_div
+from .columns import ceil_div
 from .pointwise import literal
 from .printer import Bound, Printer, Text, Tile, conjunction
 from .statistics import divisible
@@ -119,7 +119,7 @@ class Attention:
         body.comment("a row that sees no key is 0")
         body.line("out = out / tl.where(total == 0.0, 1.0, total)[:, None]")
         tile = self.tile("m", "e")
-        tile.accumulators = (Text("out", frozenset((0, 1))),)
+        tile.accumulators = {(0, 0): Text("out", frozenset((0, 1)))}
         printer = Printer(builder, body, tile)
         printer.expect(store.value for store in plan.stores)
         for store in plan.stores:

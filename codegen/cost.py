@@ -14,6 +14,7 @@ import torch
 
 from dsi.ir import tile as t
 
+from .columns import columns_of
 from .devices import H200, Device
 from .integers import normalise
 from .kernel import Choice
@@ -33,6 +34,18 @@ TILES_16 = (
     (128, 128, 64, 8, 3),
 )
 TILES_32 = ((16, 32, 32, 4, 2), (16, 64, 32, 4, 2), (32, 32, 32, 4, 2), (32, 64, 32, 4, 2), (64, 64, 16, 8, 2))
+# Attention: (block_m, keys a step, warps, stages).
+ATTENTION_TILES = (
+    (16, 64, 4, 2),
+    (16, 32, 4, 2),
+    (16, 32, 8, 2),
+    (32, 64, 4, 2),
+    (32, 32, 4, 2),
+    (64, 64, 4, 2),
+    (64, 64, 8, 2),
+    (64, 32, 8, 2),
+    (128, 64, 8, 2),
+)
 # gemv: elements of the weight tile times rows that a program holds as partial sums, by warps.
 GEMV_SUMS = {4: 4096, 8: 8192}
 GEMV_ROWS = 4
@@ -181,16 +194,14 @@ def _shape(spec: t.KernelSpec, choice: Choice, rows: int) -> tuple[int, float, f
     """Programs, operations with padding, and bytes that programs read in all."""
     plan = spec.plan
     if isinstance(plan, t.LinearPlan):
-        from .linear import cut
-
         blocks = math.ceil(rows / choice.block_m)
         inner = typical(plan.inner)
         programs, tiles = 0, 0
         for segment in plan.segments:
-            columns = cut(segment, choice.block_n)
-            count = math.ceil(typical(segment.size) / columns.width)
-            programs += count * blocks
-            tiles += count * blocks * len(segment.windows)
+            for columns in columns_of(segment):
+                count = math.ceil(typical(columns.positions) / columns.width(choice.block_n))
+                programs += count * blocks
+                tiles += count * blocks * len(segment.windows) * columns.parts
         height = choice.block_m if choice.schedule == "gemv" else max(choice.block_m, 16)
         itemsize = plan.x_dtype.itemsize
         again = tiles * choice.block_n * inner * itemsize + programs * min(choice.block_m, rows) * inner * itemsize
@@ -232,14 +243,19 @@ def choices(spec: t.KernelSpec, device: Device = H200) -> tuple[Choice, ...]:
     return tuple(result)
 
 
-def widest_group(plan: t.LinearPlan) -> int:
-    """Columns that a block must have so that it holds whole groups of every segment."""
-    return max(power_of_two(segment.hold) for segment in plan.segments)
+def held_lanes(plan: t.LinearPlan) -> int:
+    """Positions that a block must have so that it holds whole groups of every segment that needs them; 1 where none does."""
+    return max(columns.padded for segment in plan.segments for columns in columns_of(segment))
+
+
+def accumulators(plan: t.LinearPlan) -> int:
+    """The most sums that a program holds side by side."""
+    return max(len(segment.windows) * columns.parts for segment in plan.segments for columns in columns_of(segment))
 
 
 def _gemv_candidates(plan: t.LinearPlan, rows: int) -> Iterator[Choice]:
-    height, group = power_of_two(max(rows, 1)), widest_group(plan)
-    windows = max(len(segment.windows) for segment in plan.segments)
+    height, group = power_of_two(max(rows, 1)), held_lanes(plan)
+    windows = accumulators(plan)
     inner = power_of_two(typical(plan.inner))
     line = LINE_BYTES // plan.x_dtype.itemsize
     for warps, sums in GEMV_SUMS.items():
@@ -252,8 +268,7 @@ def _gemv_candidates(plan: t.LinearPlan, rows: int) -> Iterator[Choice]:
 
 
 def _tiled_candidates(plan: t.LinearPlan, rows: int | None) -> Iterator[Choice]:
-    group = widest_group(plan)
-    windows = max(len(segment.windows) for segment in plan.segments)
+    group, windows = held_lanes(plan), accumulators(plan)
     inner = max(power_of_two(typical(plan.inner)), 16)
     found = False
     for block_m, block_n, block_k, warps, stages in TILES_32 if plan.x_dtype.itemsize == 4 else TILES_16:
@@ -282,23 +297,17 @@ def _attention_candidates(plan: t.AttentionPlan, queries: int | None) -> Iterato
     group = plan.heads // plan.kv_heads
     widest = power_of_two(max(plan.head_size, plan.value_size))
     wide = plan.dtype.itemsize == 4
-    for block_m, block_n, warps, stages in (
-        (16, 64, 4, 2),
-        (16, 32, 4, 2),
-        (32, 64, 4, 2),
-        (64, 64, 4, 2),
-        (64, 32, 4, 2),
-        (128, 64, 8, 2),
-    ):
+    for block_m, block_n, warps, stages in ATTENTION_TILES:
         if queries is not None and block_m > max(power_of_two(queries * group), 16):
             continue
-        if wide and (block_m * widest > 16 * 256 or block_n > 32):
+        # Sums of the output and scores: at most 32 fp32 values a thread each (16 where a head is wider than 128); keys and values in shared memory.
+        if block_m * widest > warps * (1024 if widest <= 128 else 512) or block_m * block_n > warps * 1024 or block_n * widest > 64 * 128:
             continue
-        if block_m * widest > warps * 4096 // (1 if widest <= 128 else 2) or block_n * widest > 64 * 128:
+        if wide and (block_m > 32 or block_n > 32 or block_n * widest > 32 * 128):
             continue
         yield Choice("attention", queries, block_m, block_n, 1, 1, warps, stages)
     if widest > 256 or (wide and widest > 128):
-        yield Choice("attention", queries, 16, 16, 1, 1, 8 if widest > 256 else 4, 1)
+        yield Choice("attention", queries, 16, 16, 1, 1, 8, 1)
 
 
 def _row_choice(plan: t.RowPlan) -> Choice:

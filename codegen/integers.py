@@ -144,7 +144,6 @@ def normalise(expr: sympy.Basic, limits: Limits | None = None) -> sympy.Basic:
         expr = sympy.sympify(expr)
     if expr.is_Atom:
         return expr
-    # Relations are rebuilt unevaluated: sympy must not decide them by its own assumptions about foreign functions.
     args = [normalise(arg, limits) for arg in expr.args]
     kind = type(expr).__name__
     if kind in ("floor", "ceiling"):
@@ -163,8 +162,26 @@ def normalise(expr: sympy.Basic, limits: Limits | None = None) -> sympy.Basic:
         return _remainder(_quotient(args[0], args[1], limits), args[2], limits)
     if kind == "Identity":
         return args[0]
+    if expr.is_Relational:
+        return _relation(expr, args, limits)
     rebuilt = expr.func(*args)
     return fold(sympy.expand(rebuilt)) if rebuilt.is_Add or rebuilt.is_Mul else rebuilt
+
+
+def _relation(expr: sympy.Basic, args: list[sympy.Basic], limits: Limits) -> sympy.Basic:
+    """A relation, decided where the ranges of its two sides allow it."""
+    low, high = interval(fold(sympy.expand(args[0] - args[1])), limits)
+    kind = type(expr).__name__
+    above, below = low is not None and low > 0, high is not None and high < 0  # left - right is positive, negative
+    not_below, not_above = low is not None and low >= 0, high is not None and high <= 0
+    always = {"StrictLessThan": below, "LessThan": not_above, "StrictGreaterThan": above, "GreaterThan": not_below}
+    never = {"StrictLessThan": not_below, "LessThan": above, "StrictGreaterThan": not_above, "GreaterThan": below}
+    apart, equal = above or below, low == high == 0
+    if always.get(kind, equal if kind == "Equality" else apart):
+        return sympy.true
+    if never.get(kind, apart if kind == "Equality" else equal):
+        return sympy.false
+    return expr.func(*args)
 
 
 def _quotient(x: sympy.Expr, n: sympy.Expr, limits: Limits) -> sympy.Expr:

@@ -7,7 +7,7 @@ as it is read; statistics of the rows come from passes over x before that. The e
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import sympy
 import torch
@@ -16,40 +16,14 @@ from dsi.ir import tile as t
 from dsi.ir.errors import refuse
 
 from .builder import Block, Builder, triton_type
-from .integers import Quotient, normalise
+from .columns import U, Columns, ceil_div, columns_of
+from .integers import normalise
 from .kernel import Choice
-from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile
+from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction
 from .statistics import Straight, divisible, held_statistics, row_statistics
 
 Grid = tuple[sympy.Expr, ...]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """How a segment's columns are cut: each program owns `groups` groups of `hold` columns, each padded to `padded`; `programs` of them."""
-
-    hold: int
-    padded: int
-    groups: int
-    programs: sympy.Expr
-
-    @property
-    def width(self) -> int:
-        return self.hold * self.groups
-
-
-def cut(segment: t.Segment, block_n: int) -> Columns:
-    """The cut of a segment into blocks of `block_n` columns, padding included."""
-    hold = int(segment.hold)
-    padded = 1 << (hold - 1).bit_length()
-    groups = max(block_n // padded, 1)
-    return Columns(hold, padded, groups, ceil_div(segment.size, hold * groups))
-
-
-def ceil_div(size: sympy.Expr, by: int) -> sympy.Expr:
-    """ceil(size / by), as a plain number where the size is one."""
-    size = sympy.sympify(size)
-    return sympy.Integer(-(-int(size) // by)) if size.is_Integer else Quotient(size + by - 1, by)
+Bases = dict[tuple[int, str], str]  # names of row statistics by (reduction, which)
 
 
 class Linear:
@@ -81,7 +55,7 @@ class Linear:
         """
         letters = [letter for letter in layout if not (letter == "r" and self.single)]
         sizes = {"r": "BLOCK_M", "c": "BLOCK_N", "k": "BLOCK_K", "s": "BLOCK_S"}
-        symbols = {"r": t.R, "c": t.C, "k": t.K, "s": t.K}
+        symbols = {"r": t.R, "c": U, "k": t.K, "s": t.K}
         tile = Tile(tuple(sizes[letter] for letter in letters), {}, fixed=dict(self.fixed), limits=dict(self.limits))
         for axis, letter in enumerate(letters):
             subscript = SUBSCRIPTS[len(letters)][axis]
@@ -91,7 +65,7 @@ class Linear:
                 tile.masks[axis] = f"{variable}_in{subscript}"
         return tile
 
-    def with_statistics(self, tile: Tile, bases: dict[tuple[int, str], str]) -> Tile:
+    def with_statistics(self, tile: Tile, bases: Bases) -> Tile:
         """The tile with row statistics (scalars, or 1-d over the rows) laid out along its row axis, which is the first."""
         if self.single:
             texts = {key: Text(name) for key, name in bases.items()}
@@ -107,7 +81,7 @@ class Linear:
         plan, choice, body = self.plan, self.choice, self.builder.body
         self.builder.names.new("r"), self.builder.names.new("r_in")
         constant = self.builder.constant
-        self.cuts = [cut(segment, choice.block_n) for segment in plan.segments]
+        self.cuts = [(number, segment, columns) for number, segment in enumerate(plan.segments) for columns in columns_of(segment)]
         constant("BLOCK_N", choice.block_n)
         constant("BLOCK_K", choice.block_k)
         axis = 0 if self.gemv else 1
@@ -123,38 +97,40 @@ class Linear:
                 body.line(f"r_in = r < {printer.integer(normalise(plan.rows), 1)}")
         statistics = self.statistics()
         self.row_stores(body, statistics)
-        total = sum((c.programs for c in self.cuts), sympy.Integer(0))
+        total = sum((columns.programs(choice.block_n) for _, _, columns in self.cuts), sympy.Integer(0))
         start: sympy.Expr = sympy.Integer(0)
-        for number, (segment, columns) in enumerate(zip(plan.segments, self.cuts, strict=True)):
-            if len(plan.segments) == 1:
+        for position, (number, segment, columns) in enumerate(self.cuts):
+            if len(self.cuts) == 1:
                 self.segment(body, segment, columns, start, statistics)
                 break
-            part = Block(body)
-            part.comment(f"segment {number}, {segment.size} columns: {', '.join(self.spec.outputs[s.output].name for s in segment.stores)}")
-            self.segment(part, segment, columns, start, statistics)
-            start += columns.programs
-            last = number == len(plan.segments) - 1
+            block = Block(body)
+            names = ", ".join(self.spec.outputs[s.output].name for s in segment.stores)
+            lanes = f", channels {columns.offset} to {columns.offset + columns.lanes * columns.parts} of {columns.hold}"
+            block.comment(f"segment {number} ({names}), {segment.size} columns{lanes if columns.lanes * columns.parts != columns.hold else ''}")
+            self.segment(block, segment, columns, start, statistics)
+            start += columns.programs(choice.block_n)
             end = Printer(self.builder, body, Tile((), {})).integer(normalise(start))
-            body.attach("else:" if last else f"{'if' if number == 0 else 'elif'} {self.program} < {end}:", part)
+            last = position == len(self.cuts) - 1
+            body.attach("else:" if last else f"{'if' if position == 0 else 'elif'} {self.program} < {end}:", block)
         blocks = ceil_div(plan.rows, choice.block_m)
         return self.builder, (total, blocks) if self.gemv else (blocks, total)
 
-    def statistics(self) -> dict[tuple[int, str], str]:
+    def statistics(self) -> Bases:
         """The passes over x that the prologue's row statistics need."""
         if not self.plan.reductions:
             return {}
         self.builder.constant("BLOCK_S", self.choice.block_s)
         return row_statistics(self, self.plan.reductions, self.plan.inner, self.choice.block_s, "BLOCK_S")
 
-    def outer(self, bases: dict[tuple[int, str], str]) -> Printer:
+    def outer(self, bases: Bases) -> Printer:
         """A printer for what depends on rows alone."""
         return Printer(self.builder, self.builder.body, self.with_statistics(self.tile("r"), bases))
 
-    def steps(self, bases: dict[tuple[int, str], str]) -> AbstractContextManager[Printer]:
+    def steps(self, bases: Bases) -> AbstractContextManager[Printer]:
         """One pass over the rows of x."""
         return self.over_k(self.outer(bases), "rs", self.choice.block_s, "BLOCK_S", bases)
 
-    def row_stores(self, body: Block, statistics: dict[tuple[int, str], str]) -> None:
+    def row_stores(self, body: Block, statistics: Bases) -> None:
         """Values of the prologue that leave the region: written once a row, by the first column program."""
         if not self.plan.row_stores:
             return
@@ -169,7 +145,7 @@ class Linear:
         body.attach(f"if {self.program} == 0:", part)
 
     def over_k(
-        self, outer: Printer, layout: str, block: int, constant: str, statistics: dict[tuple[int, str], str]
+        self, outer: Printer, layout: str, block: int, constant: str, statistics: Bases
     ) -> AbstractContextManager[Printer]:
         """A loop over the contracted dimension in steps of `block` (no loop where one step covers it), printing over `layout`."""
         inner = sympy.sympify(self.plan.inner)
@@ -198,77 +174,84 @@ class Linear:
 
     # --------------------------------------------------------------------------------------------------------------- segments
 
-    def segment(self, body: Block, segment: t.Segment, columns: Columns, start: sympy.Expr, statistics: dict[tuple[int, str], str]) -> None:
-        """Accumulates one segment's windows and writes its epilogue."""
-        names, plan = self.builder.names, self.plan
-        self.limits[t.C] = (sympy.sympify(segment.size),)
-        scalar = Printer(self.builder, body, Tile((), {}))
-        program = f"({self.program} - {scalar.integer(normalise(start), 1)})" if start != 0 else self.program
-        c = names.new("c")
-        masked = not divisible(segment.size, columns.width) or columns.hold != columns.padded
-        mask = f"{c} < {scalar.integer(normalise(segment.size), 1)}"
-        lane_in = ""
-        if columns.padded == columns.hold:
-            body.line(f"{c} = {program} * BLOCK_N + tl.arange(0, BLOCK_N)")
-        else:
-            lane = names.new("lane")
-            if columns.groups > 1:
-                body.comment(f"groups of {columns.hold} columns, each padded to {columns.padded}")
-                body.line(f"{lane} = tl.arange(0, BLOCK_N) % {columns.padded}")
-                group = f"({program} * {columns.groups} + tl.arange(0, BLOCK_N) // {columns.padded})"
-            else:
-                body.comment(f"one group of {columns.hold} columns, padded to {columns.padded}")
-                body.line(f"{lane} = tl.arange(0, BLOCK_N)")
-                group = program
-            body.line(f"{c} = {group} * {columns.hold} + {lane}")
-            lane_in = f"{lane} < {columns.hold}"
-            mask = lane_in if divisible(segment.size, columns.width) else f"({lane_in}) & ({mask})"
-        if masked:
-            names.new(f"{c}_in")
-            body.line(f"{c}_in = {mask}")
-        accumulators = self.accumulate(body, segment, c, masked, statistics)
+    def segment(self, body: Block, segment: t.Segment, columns: Columns, start: sympy.Expr, statistics: Bases) -> None:
+        """Accumulates one segment's windows and writes its epilogue, part by part."""
+        self.limits.update(columns.limits())
+        c, masked, lane_in = self.positions(body, columns, start)
+        sums = self.accumulate(body, segment, columns, c, masked, statistics)
         tile = self.with_statistics(self.tile("rc", {"c": c}, ("c",) if masked else ()), statistics)
         axes = frozenset(range(len(tile.shape)))
-        tile.accumulators = tuple(Text(name, axes) for name in accumulators)
-        tile.hold = sympy.Integer(columns.hold)
-        tile.group_start = f"tl.arange(0, BLOCK_N) // {columns.padded} * {columns.padded}" if columns.groups > 1 else ""
-        printer = Printer(self.builder, body, tile)
+        tile.accumulators = {key: Text(name, axes) for key, name in sums.items()}
+        tile.columns = columns
+        if columns.groups(self.choice.block_n) > 1 and columns.held:
+            tile.group_start = f"tl.arange(0, BLOCK_N) // {columns.padded} * {columns.padded}"
+        printers = [Printer(self.builder, body, self.part(tile, columns, part)) for part in range(columns.parts)]
         if segment.reductions:
-            held_statistics(printer, segment.reductions, columns, lane_in)
-        printer.expect(store.value for store in segment.stores)
-        for store in segment.stores:
-            printer.store(store)
+            held_statistics(printers, segment.reductions, columns, self.choice.block_n, lane_in)
+        for part, printer in enumerate(printers):
+            if columns.parts > 1:
+                body.comment(f"part {part} of {columns.parts}: column {printer.integer(printer.index(t.C))}")
+            printer.expect(store.value for store in segment.stores)
+            for store in segment.stores:
+                printer.store(store)
 
-    def accumulate(self, body: Block, segment: t.Segment, c: str, masked: bool, statistics: dict[tuple[int, str], str]) -> list[str]:
-        """The loop over the contracted dimension; returns the names of the fp32 sums, [rows, columns] (or [columns] for a single row)."""
-        names, plan, gemv = self.builder.names, self.plan, self.gemv
-        accumulators = [names.new(f"sum_{self.spec.inputs[window.weight].name}") for window in segment.windows]
+    def part(self, tile: Tile, columns: Columns, part: int) -> Tile:
+        """The tile for one part's columns."""
+        return replace(tile, fixed={**tile.fixed, t.C: columns.column(part)}, limits={**tile.limits}, statistics=dict(tile.statistics), part=part)
+
+    def positions(self, body: Block, columns: Columns, start: sympy.Expr) -> tuple[str, bool, str]:
+        """Writes the program's positions: their name, whether they need a mask (`…_in`), and the condition that a lane is no padding."""
+        names, block_n = self.builder.names, self.choice.block_n
+        scalar = Printer(self.builder, body, Tile((), {}))
+        program = f"({self.program} - {scalar.integer(normalise(start), 1)})" if start != 0 else self.program
+        c = names.new("c" if columns.lanes == columns.hold else "u")
+        whole = divisible(columns.positions, columns.width(block_n))
+        masks = [] if whole else [f"{c} < {scalar.integer(columns.positions, 1)}"]
+        lane_in = ""
+        if columns.held and columns.padded != columns.lanes:
+            groups = columns.groups(block_n)
+            lane = names.new("lane")
+            body.comment(f"groups of {columns.lanes} columns, each padded to {columns.padded}")
+            body.line(f"{lane} = tl.arange(0, BLOCK_N)" + (f" % {columns.padded}" if groups > 1 else ""))
+            group = f"({program} * {groups} + tl.arange(0, BLOCK_N) // {columns.padded})" if groups > 1 else program
+            body.line(f"{c} = {group} * {columns.lanes} + {lane}")
+            lane_in = f"{lane} < {columns.lanes}"
+            masks.insert(0, lane_in)
+        else:
+            body.line(f"{c} = {program} * BLOCK_N + tl.arange(0, BLOCK_N)")
+        if masks:
+            names.new(f"{c}_in")
+            body.line(f"{c}_in = {conjunction(masks) if len(masks) > 1 else masks[0]}")
+        return c, bool(masks), lane_in
+
+    def accumulate(self, body: Block, segment: t.Segment, columns: Columns, c: str, masked: bool, statistics: Bases) -> dict[tuple[int, int], str]:
+        """The loop over the contracted dimension; returns the fp32 sums by window and part, [rows, columns] (or [columns] for a single row)."""
+        names, gemv = self.builder.names, self.gemv
+        sums: dict[tuple[int, int], str] = {}
         shape = "[BLOCK_M, BLOCK_N, BLOCK_K]" if gemv else "[BLOCK_M, BLOCK_N]"
         if self.single:
             shape = "[BLOCK_N, BLOCK_K]"
-        for name in accumulators:
-            body.line(f"{name} = tl.zeros({shape}, tl.float32)")
-        columns = ("c",) if masked else ()
+        for number, window in enumerate(segment.windows):
+            for part in range(columns.parts):
+                suffix = f"_{part}" if columns.parts > 1 else ""
+                sums[(number, part)] = names.new(f"sum_{self.spec.inputs[window.weight].name}{suffix}")
+                body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
         outer = Printer(self.builder, body, self.with_statistics(self.tile("r"), statistics))
         with self.over_k(outer, "rck" if gemv else "rk", self.choice.block_k, "BLOCK_K", statistics) as printer:
             k = printer.tile.bound[t.K].code.split("[")[0]
             kmask = ("k",) if any(f"{k}_in" in mask for mask in printer.tile.masks.values()) else ()
-            weights = self.with_statistics(
-                self.tile("rck" if gemv else "kc", {"c": c, "k": k}, (*columns, *kmask)), statistics if gemv else {}
-            )
-            # x knows no columns, the weights no rows.
-            printer.tile.bound.pop(t.C, None)
-            column_axis = {2: 0, 3: 1}[len(weights.shape)] if gemv else 1
-            printer.tile.masks.pop(column_axis if gemv else -1, None)
+            weights = self.tile("rck" if gemv else "kc", {"c": c, "k": k}, (*(("c",) if masked else ()), *kmask))
             x = self.left(printer)
-            around = Printer(self.builder, printer.parent.block, self.tile_without(weights))
-            right = Printer(self.builder, printer.block, weights, around, hoist=printer.block is not around.block)
-            for name, window in zip(accumulators, segment.windows, strict=True):
-                self.step(printer, right, name, window, x)
+            for part in range(columns.parts):
+                tile = self.part(weights, columns, part)
+                around = Printer(self.builder, body, self.tile_without(tile))
+                right = Printer(self.builder, printer.block, tile, around, hoist=printer.block is not body)
+                for number, window in enumerate(segment.windows):
+                    self.step(printer, right, sums[(number, part)], window, x)
         if gemv:
-            for name in accumulators:
+            for name in sums.values():
                 body.line(f"{name} = tl.sum({name}, {1 if self.single else 2})")
-        return accumulators
+        return sums
 
     def left(self, printer: Printer) -> str:
         """The block of x: the prologue at (r, k), rounded to the operand's dtype."""

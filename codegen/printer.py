@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import sympy
 import torch
@@ -21,6 +22,9 @@ from dsi.ir.pointwise import POINTWISE
 from .builder import Block, Builder, triton_type
 from .integers import ATOM, PRODUCT, RELATION, SUM, Quotient, Remainder, interval, normalise, within, write
 from .pointwise import FORMS, HELPERS, is_float, literal
+
+if TYPE_CHECKING:
+    from .columns import Columns
 
 # The subscript that lays a 1-d block variable along one axis of a tile of 0 to 3 axes.
 SUBSCRIPTS = {0: (), 1: ("",), 2: ("[:, None]", "[None, :]"), 3: ("[:, None, None]", "[None, :, None]", "[None, None, :]")}
@@ -55,9 +59,9 @@ class Bound:
 class Tile:
     """The layout of a tile: source text of each axis's size; symbols; masks by axis (source text, only where needed).
 
-    `fixed` replaces symbols before anything is printed (a dimension of size 1). `accumulators` are the texts of the anchor's windows, `statistics`
-    those of row statistics. Where columns are held in groups of `hold`, padded to `padded`, `group_start` is the source (1-d) of where each column's
-    group starts within the tile ("" where there is one group), so that a permuted accumulator can be gathered.
+    `fixed` replaces symbols before anything is printed (a dimension of size 1; a column by its position in a part). `accumulators` are the anchor's
+    sums by window and part, `statistics` those of row statistics. `columns` and `part` say how the tile's columns are laid out, and `group_start` is
+    the source (1-d) of where each column's group starts within the tile ("" where there is one group).
     """
 
     shape: tuple[str, ...]
@@ -65,9 +69,10 @@ class Tile:
     masks: dict[int, str] = field(default_factory=dict)
     fixed: dict[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
     limits: dict[sympy.Symbol, tuple[sympy.Expr, ...]] = field(default_factory=dict)
-    accumulators: tuple[Text, ...] = ()
+    accumulators: dict[tuple[int, int], Text] = field(default_factory=dict)
     statistics: dict[tuple[int, str], Text] = field(default_factory=dict)
-    hold: sympy.Expr | None = None
+    columns: Columns | None = None
+    part: int = 0
     group_start: str = ""
 
     def dims(self, axes: Iterable[int]) -> str:
@@ -138,6 +143,12 @@ def children(expr: t.Expr) -> tuple[t.Expr, ...]:
     if isinstance(expr, t.Permuted):
         return (expr.body,)
     return ()
+
+
+def moved(expr: t.Permuted, point: Point) -> Point:
+    """The point, over the plan's symbols, at which a permuted body is taken if the whole is taken at `point`."""
+    after = {**dict(point), expr.symbol: expr.source.xreplace(dict(point))}
+    return tuple(sorted(after.items(), key=lambda item: str(item[0])))
 
 
 class Printer:
@@ -336,24 +347,28 @@ class Printer:
         if isinstance(expr, t.Window):
             return self.window(expr, point)
         if isinstance(expr, t.Permuted):
-            return self.value(expr.body, self.moved(expr, point), guard)
+            return self.value(expr.body, moved(expr, point), guard)
         assert isinstance(expr, t.Op), expr
         return self.operation(expr, point, guard)
 
     def window(self, expr: t.Window, point: Point) -> Text:
-        """An accumulator, gathered along the columns where the point is a permuted one."""
-        text = self.tile.accumulators[expr.index]
-        moved = dict(point).get(t.C)
-        if moved is None or moved == t.C:
-            return text
+        """An accumulator: this part's, another part's where the point is permuted, or gathered where no part explains the permutation."""
+        tile = self.tile
+        column = dict(point).get(t.C)
+        if column is None or column == t.C:
+            return tile.accumulators[(expr.index, tile.part)]
+        at = self.index(column)
+        part = tile.columns.part_of(at, tile.limits)
+        if part is not None:
+            return tile.accumulators[(expr.index, part)]
+        text = tile.accumulators[(expr.index, 0)]
         axis = max(text.axes)
-        within = normalise(Remainder(moved, self.tile.hold), self.tile.limits)
-        source = self.integer(within, SUM)
-        if self.tile.group_start:
-            subscript = SUBSCRIPTS[len(self.tile.shape)][axis]
-            source = f"{self.statement(self.tile.group_start, frozenset((axis,)), 'group_start').code}{subscript} + {source}"
-        if len(self.tile.shape) > 1:
-            source = f"tl.broadcast_to({source}, {self.tile.dims(text.axes)})"
+        subscript = SUBSCRIPTS[len(tile.shape)][axis]
+        source = self.integer(normalise(Remainder(at, tile.columns.hold), tile.limits), SUM)
+        if tile.group_start:
+            source = f"{self.statement(tile.group_start, frozenset((axis,)), 'group_start').code}{subscript} + {source}"
+        if len(tile.shape) > 1:
+            source = f"tl.broadcast_to({source}, {tile.dims(text.axes)})"
         index = self.statement(source, text.axes, "partner")
         return self.statement(f"tl.gather({text.code}, {index.code}, {axis})", text.axes, f"{text.code}_partner")
 
@@ -364,7 +379,7 @@ class Printer:
         key = (self.interner.number(expr), point)
         if key not in self._exposed:
             if isinstance(expr, t.Permuted):
-                self._exposed[key] = self.exposed(expr.body, self.moved(expr, point))
+                self._exposed[key] = self.exposed(expr.body, moved(expr, point))
             else:
                 own = isinstance(expr, t.Load) and any(
                     not isinstance(c, t.Expr) and not within(self.index(c, point), sympy.sympify(size), self.tile.limits)
@@ -372,11 +387,6 @@ class Printer:
                 )
                 self._exposed[key] = own or any(self.exposed(part, point) for part in children(expr))
         return self._exposed[key]
-
-    def moved(self, expr: t.Permuted, point: Point) -> Point:
-        """The point at which a permuted body is taken."""
-        after = {**dict(point), expr.symbol: self.index(expr.source, point)}
-        return tuple(sorted(after.items(), key=lambda item: str(item[0])))
 
     def load(
         self, expr: t.Load, point: Point = (), guard: Guard = (), raw: bool = False, hint: str = "", policy: str = ""

@@ -15,7 +15,7 @@ from dsi.ir import tile as t
 from .builder import Builder
 from .integers import normalise
 from .kernel import Choice
-from .linear import ceil_div
+from .columns import ceil_div
 from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile
 from .statistics import Straight, divisible, row_statistics
 

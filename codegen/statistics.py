@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +16,7 @@ from .integers import normalise
 from .printer import SUBSCRIPTS, Printer, Text
 
 if TYPE_CHECKING:
-    from .linear import Columns
+    from .columns import Columns
 
 
 def divisible(size: sympy.Expr, block: int) -> bool:
@@ -111,21 +112,23 @@ def row_statistics(
     return bases
 
 
-def held_statistics(printer: Printer, reductions: tuple[t.Reduction, ...], columns: Columns, lane_in: str) -> None:
-    """Statistics over each group of columns in the tile, entered in the printer's tile. A group may be a part of what the segment holds."""
-    tile, body, names = printer.tile, printer.block, printer.builder.names
+def held_statistics(
+    printers: Sequence[Printer], reductions: tuple[t.Reduction, ...], columns: Columns, block_n: int, lane_in: str
+) -> None:
+    """Statistics over each group of columns, from the tiles of all parts, entered in each part's tile. A group may be a part of what is held."""
+    tile, body, names = printers[0].tile, printers[0].block, printers[0].builder.names
     axis = len(tile.shape) - 1
     axes = frozenset(range(len(tile.shape)))
     rows = "BLOCK_M, " if axis else ""
     mask = f"({lane_in})" + SUBSCRIPTS[len(tile.shape)][axis] if lane_in else ""
     for number, reduction in enumerate(reductions):
         size = int(reduction.size)
-        padded, width = columns.padded, columns.padded * columns.groups
+        padded = columns.padded
         if size != columns.hold:
-            if columns.hold != columns.padded or columns.hold % size:
+            if columns.parts > 1 or columns.hold != padded or columns.hold % size:
                 raise refuse(f"a norm over {size} of {columns.hold} columns held together has no kernel")
             padded = size
-        count = width // padded
+        count = block_n // padded
         shape = f"[{rows}{count}, {padded}]"
 
         def spread(name: str, count: int = count, shape: str = shape) -> Text:
@@ -133,24 +136,33 @@ def held_statistics(printer: Printer, reductions: tuple[t.Reduction, ...], colum
             if count == 1:
                 return Text(f"{name}[:, None]", frozenset((0,))) if axis else Text(name)
             colons = ":, " * (axis + 1)
-            return printer.statement(f"tl.reshape(tl.broadcast_to({name}[{colons}None], {shape}), {tile.dims(axes)})", axes, f"{name}_of_group")
+            code = f"tl.reshape(tl.broadcast_to({name}[{colons}None], {shape}), {tile.dims(axes)})"
+            return printers[0].statement(code, axes, f"{name}_of_group")
 
-        def total(code: str, count: int = count, shape: str = shape) -> str:
-            return f"tl.sum(tl.reshape({code}, {shape}), {axis + 1})" if count > 1 else f"tl.sum({code}, {axis})"
+        def total(codes: list[str], count: int = count, shape: str = shape) -> str:
+            """The sum over a group's lanes in every part."""
+            return " + ".join(f"tl.sum(tl.reshape({code}, {shape}), {axis + 1})" if count > 1 else f"tl.sum({code}, {axis})" for code in codes)
 
         def masked(text: Text) -> str:
             code = text.code if text.axes == axes else f"tl.broadcast_to({text.code}, {tile.dims(axes)})"
             return f"tl.where({mask}, {code}, 0.0)" if mask else code
 
         body.comment(f"statistics of each group of {size} columns")
-        printer.expect([reduction.body, reduction.body])
-        value = printer.value(reduction.body, name=True)
+        values = []
+        for printer in printers:
+            printer.expect([reduction.body, reduction.body])
+            values.append(printer.value(reduction.body, name=True))
         if reduction.kind == "layer":
             mean = names.new("mean")
-            body.line(f"{mean} = {total(masked(value))} / {size}")
-            tile.statistics[(number, "mean")] = spread(mean)
-            value = Text(f"{value.at(1)} - {tile.statistics[(number, 'mean')].code}", axes, 1)
-        difference = printer.statement(masked(value), axes, "centred" if reduction.kind == "layer" else "held")
+            body.line(f"{mean} = ({total([masked(value) for value in values])}) / {size}")
+            lowered = spread(mean)
+            for printer in printers:
+                printer.tile.statistics[(number, "mean")] = lowered
+            values = [Text(f"{value.at(1)} - {lowered.code}", axes, 1) for value in values]
+        hint = "centred" if reduction.kind == "layer" else "held"
+        differences = [p.statement(masked(value), axes, hint).code for p, value in zip(printers, values, strict=True)]
         rstd = names.new("rstd")
-        body.line(f"{rstd} = tl.rsqrt({total(f'{difference.code} * {difference.code}')} / {size} + {reduction.eps!r})")
-        tile.statistics[(number, "rstd")] = spread(rstd)
+        body.line(f"{rstd} = tl.rsqrt(({total([f'{d} * {d}' for d in differences])}) / {size} + {reduction.eps!r})")
+        spread_rstd = spread(rstd)
+        for printer in printers:
+            printer.tile.statistics[(number, "rstd")] = spread_rstd
