@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import sympy
+from dsi.codegen.integers import Quotient, Remainder
 from dsi.codegen.kernel import Argument, Kernel, Launch, Workspace
 from sympy.functions.elementary.piecewise import ExprCondPair
 from sympy.logic.boolalg import BooleanAtom
@@ -15,7 +16,7 @@ _CLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         *(sympy.Add, sympy.Mul, sympy.Pow, sympy.floor, sympy.ceiling, sympy.Mod, sympy.Piecewise, ExprCondPair),
-        *(sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.And, sympy.Or, sympy.Not),
+        *(sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.And, sympy.Or, sympy.Not, Quotient, Remainder),
     )
 }
 _TORCH = ("FloorDiv", "ModularIndexing", "CleanDiv", "CeilDiv", "PythonMod", "Max", "Min")

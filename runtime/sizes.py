@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from dsi.codegen import integers
 from dsi.ir.errors import DsiInternalError
 
 Environment = tuple[int, ...]  # the values of the symbols of one `Sizes`, in its order
@@ -66,7 +67,10 @@ class Sizes:
 
 
 def python(expr: sympy.Expr) -> str:
-    """A sympy integer expression as Python source over the names of its symbols, exact for any size (no floats)."""
+    """A sympy integer expression as Python source over the names of its symbols, exact for any size (no floats).
+
+    Raises `DsiInternalError` naming a function that is not known here.
+    """
     from torch.utils._sympy.functions import CeilDiv, FloorDiv, ModularIndexing, PythonMod
 
     text = python
@@ -77,17 +81,18 @@ def python(expr: sympy.Expr) -> str:
     if isinstance(expr, (sympy.ceiling, sympy.floor)):
         above, below = sympy.together(expr.args[0]).as_numer_denom()
         return f"(-(-({text(above)}) // ({text(below)})))" if isinstance(expr, sympy.ceiling) else f"(({text(above)}) // ({text(below)}))"
-    if isinstance(expr, FloorDiv):
+    kind = type(expr).__name__
+    if isinstance(expr, FloorDiv | integers.Quotient) or kind == "CleanDiv":
         return f"(({text(expr.args[0])}) // ({text(expr.args[1])}))"
     if isinstance(expr, CeilDiv):
         return f"(-(-({text(expr.args[0])}) // ({text(expr.args[1])})))"
     if isinstance(expr, ModularIndexing):
         base, divisor, modulus = (text(arg) for arg in expr.args)
         return f"((({base}) // ({divisor})) % ({modulus}))"
-    if isinstance(expr, (sympy.Mod, PythonMod)) or type(expr).__name__ == "Mod":
+    if isinstance(expr, sympy.Mod | PythonMod | integers.Remainder) or kind == "Mod":
         return f"(({text(expr.args[0])}) % ({text(expr.args[1])}))"
-    if type(expr).__name__ in ("Max", "Min"):
-        return f"{type(expr).__name__.lower()}({', '.join(text(arg) for arg in expr.args)})"
+    if kind in ("Max", "Min"):
+        return f"{kind.lower()}({', '.join(text(arg) for arg in expr.args)})"
     if isinstance(expr, sympy.Add):
         return f"({' + '.join(text(arg) for arg in expr.args)})"
     if isinstance(expr, sympy.Mul):
@@ -97,6 +102,4 @@ def python(expr: sympy.Expr) -> str:
         return f"(({text(above)}) // ({text(below)}))"
     if isinstance(expr, sympy.Pow) and expr.args[1].is_Integer and expr.args[1] > 0:
         return f"({text(expr.args[0])} ** {expr.args[1]})"
-    from torch.utils._sympy.printers import PythonPrinter
-
-    return f"({PythonPrinter().doprint(expr)})"
+    raise DsiInternalError(f"a size is computed by {kind}, which the runtime cannot compute: {expr}")

@@ -9,6 +9,7 @@ import dsi.runtime.program as programs
 import pytest
 import sympy
 import torch
+from dsi.codegen.integers import Quotient, Remainder
 from dsi.ir.errors import DsiInternalError
 from dsi.runtime.program import build, interpret, no_kernels, reference_kernels
 from dsi.runtime.sizes import Sizes, python
@@ -163,6 +164,7 @@ EXPRESSIONS = [
     Max(A, B * 2) + sympy.Max(A, 9),
     Min(A, B, 5),
     A**2 - B,
+    Quotient(A + 15, 16) * Remainder(B, 7),
     sympy.Integer(12),
 ]
 
@@ -172,7 +174,7 @@ EXPRESSIONS = [
 def test_expressions_are_exact_integers(a, b):
     for expr in EXPRESSIONS:
         value = eval(python(expr), {"a": a, "b": b})
-        assert isinstance(value, int) and value == int(expr.subs({A: a, B: b})), expr
+        assert isinstance(value, int) and value == int(expr.xreplace({A: sympy.Integer(a), B: sympy.Integer(b)})), expr
 
 
 def test_symbols_are_read_from_sizes_strides_and_numbers():
@@ -184,6 +186,11 @@ def test_symbols_are_read_from_sizes_strides_and_numbers():
     only = Sizes([x.shape[0] * 4])
     assert only.compile(x.shape[0])(*only.bind([12])) == (3,)
     assert Sizes([]).compile(3, 4) == (3, 4)
+
+
+def test_a_function_that_is_not_known_is_an_internal_error():
+    with pytest.raises(DsiInternalError, match="computed by sin"):
+        python(sympy.sin(A))
 
 
 def test_a_size_that_no_input_gives_is_an_internal_error():
