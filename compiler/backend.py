@@ -10,12 +10,12 @@ from dsi.ir.context import Context, Fuel
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.options import Options
 from dsi.passes.pipeline import PIPELINE
-from dsi.patterns.rule import compile_rule
 from torch import fx
 
 from . import check, observe
 from .execute import compile_graph
 from .guard import is_random, why_aside
+from .registry import with_rules
 
 
 def dsi(
@@ -26,12 +26,12 @@ def dsi(
     `options` and `mode` are torch.compile's, which hands over one of them at most and looks at neither. Returns a callable of the graph's
     inputs. Raises `DsiError` for a mistake in the options, before anything is changed.
     """
-    parsed = Options.parse(options, mode)
-    for rule in parsed.rules:
-        compile_rule(rule)  # a malformed rule is a mistake in the options too
+    parsed = with_rules(Options.parse(options, mode))
     context = Context(parsed, fuel=Fuel(parsed.fuel))
     with observe.observing(gm, context) as observer:
-        if reason := why_aside(gm, example_inputs):
+        with observer.timed("guard"):
+            reason = why_aside(gm, example_inputs)
+        if reason:
             observer.aside(reason)
             return gm.forward
         reference = check.reference_of(gm) if parsed.check else None
@@ -57,7 +57,12 @@ def _through_aot(gm: fx.GraphModule, example_inputs: Sequence[Any], observer: ob
 
 
 def _compile_aten(gm: fx.GraphModule, fake_inputs: Sequence[Any], observer: observe.Observer) -> Callable[[list[Any]], Any]:
-    """The ATen-level stages and the executor. `gm` is functional except for its `copy_` epilogue."""
+    """The ATen-level stages and the executor, timed together as "after aot". `gm` is functional except for its `copy_` epilogue."""
+    with observer.timed("after aot"):
+        return _stages_and_executor(gm, fake_inputs, observer)
+
+
+def _stages_and_executor(gm: fx.GraphModule, fake_inputs: Sequence[Any], observer: observe.Observer) -> Callable[[list[Any]], Any]:
     context = observer.context
     context.fake_mode = _fake_mode(fake_inputs)
     context.device = _device(gm)

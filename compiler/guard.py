@@ -122,7 +122,7 @@ def is_random(node: fx.Node) -> bool:
         probability, switch = _DROPOUTS[node.target]
         return _argument(node, probability) != 0 and (switch is None or _argument(node, switch) is not False)
     if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        return _seeded(node.target) and not _switched_off(node)
+        return _seeded(node.target) and not _switched_off(node, node.target)
     if node.op in ("call_function", "call_method"):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
@@ -148,9 +148,9 @@ def _seeded(overload: torch._ops.OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in overload.tags
 
 
-def _switched_off(node: fx.Node) -> bool:
+def _switched_off(node: fx.Node, target: torch._ops.OpOverload) -> bool:
     """Whether an operator that may draw says by its arguments that it does not (an attention kernel with dropout_p 0)."""
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(target._schema.arguments):
         if argument.name in ("dropout_p", "p", "dropout", "train", "training"):
             value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else argument.default_value)
             if value is False or (argument.name not in ("train", "training") and isinstance(value, (int, float)) and value == 0):

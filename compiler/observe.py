@@ -70,16 +70,26 @@ class Observer:
     def run(self, stage: Stage, gm: fx.GraphModule) -> None:
         """Run one stage on `gm`."""
         context = self.context
-        start, spent = time.perf_counter(), context.fuel.spent
-        stage.run(gm, context)
-        seconds = time.perf_counter() - start
-        context.report.seconds[stage.name] = seconds
-        log.info("%s: %.1f ms, %d rewrites, %d nodes", stage.name, 1e3 * seconds, context.fuel.spent - spent, len(gm.graph.nodes))
+        spent = context.fuel.spent
+        with self.timed(stage.name):
+            stage.run(gm, context)
+        milliseconds = 1e3 * context.report.seconds[stage.name]
+        log.info("%s: %.1f ms, %d rewrites, %d nodes", stage.name, milliseconds, context.fuel.spent - spent, len(gm.graph.nodes))
         for what in context.fuel.log[spent:]:
             log.debug("%s", what)
         self._tell(f"{PIPELINE.index(stage) + 1:02d}_{stage.name}", gm)
         if context.options.check and stage.leaves is not None:
             check_graph(gm, stage.leaves, context.fake_mode, self._aliases)
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the seconds spent within to the report, under `part`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = self.context.report.seconds
+            seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - start
 
     def captured(self, name: str, gm: fx.GraphModule) -> None:
         """Another tool has made `gm`: Dynamo, or AOTAutograd."""

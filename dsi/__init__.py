@@ -12,22 +12,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsi.compiler.explain import Explanation, explain
+    from dsi.compiler.registry import register, unregister
     from dsi.ir.context import Report
     from dsi.ir.errors import DsiError, DsiInternalError
     from dsi.ir.options import Options
     from dsi.patterns.rule import Rule
+    from dsi.patterns.verify import verify
 
 _HOMES = {
     "Options": "dsi.ir.options",
     "DsiError": "dsi.ir.errors",
     "DsiInternalError": "dsi.ir.errors",
     "Rule": "dsi.patterns.rule",
+    "verify": "dsi.patterns.verify",
+    "register": "dsi.compiler.registry",
+    "unregister": "dsi.compiler.registry",
     "Report": "dsi.ir.context",
     "Explanation": "dsi.compiler.explain",
     "explain": "dsi.compiler.explain",
 }
 
-__all__ = ["DsiError", "DsiInternalError", "Explanation", "Options", "Report", "Rule", "__version__", "explain"]
+__all__ = [
+    "DsiError",
+    "DsiInternalError",
+    "Explanation",
+    "Options",
+    "Report",
+    "Rule",
+    "__version__",
+    "explain",
+    "register",
+    "unregister",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -59,13 +59,13 @@ def _roots(node: fx.Node, roots: dict[fx.Node, frozenset[str]]) -> frozenset[str
     if node.op == "placeholder":
         return frozenset((node.name,))
     if node.op == "call_function" and node.target is operator.getitem:
-        return roots[node.args[0]]
+        return roots[node.all_input_nodes[0]]
     if node.op == "call_module" and isinstance(region := node.meta.get("region"), Region):
         written = (node.args[i] for i in region.in_place.values())
         return frozenset().union(*(roots[a] for a in written if isinstance(a, fx.Node)))
     if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
         found: frozenset[str] = frozenset()
-        for argument, value in _bound(node):
+        for argument, value in _bound(node, node.target):
             # An alias annotation says that a result is a view of this argument, or the argument itself.
             if argument.alias_info is not None and isinstance(value, fx.Node):
                 found |= roots[value]
@@ -73,9 +73,9 @@ def _roots(node: fx.Node, roots: dict[fx.Node, frozenset[str]]) -> frozenset[str
     return frozenset()
 
 
-def _bound(node: fx.Node) -> Iterator[tuple[torch._C.Argument, Any]]:
+def _bound(node: fx.Node, target: torch._ops.OpOverload) -> Iterator[tuple[torch._C.Argument, Any]]:
     """Schema arguments of an operator node beside what is passed for them."""
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(target._schema.arguments):
         if position < len(node.args):
             yield argument, node.args[position]
         elif argument.name in node.kwargs:
@@ -221,8 +221,9 @@ class _Check:
         )
         if any(isinstance(leaf, fx.GraphModule) for leaf in pytree.tree_leaves((args, kwargs))):
             return
+        target: Any = node.target
         try:
-            computed = node.target(*args, **kwargs)
+            computed = target(*args, **kwargs)
         except Exception as error:
             raise self._fail(node, f"it cannot be computed from its inputs' values: {error}") from error
         if difference := _difference(stated, computed):

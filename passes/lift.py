@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import itertools
 import operator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-
 from dsi.ir import ops
 from dsi.ir.context import Context
 from dsi.ir.errors import Refusal, Refused, refuse
 from dsi.ir.source import source_line
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 LINEAR = "lift.linear"
 ATTENTION = "lift.attention"
@@ -112,7 +112,7 @@ def _attention(node: fx.Node) -> Built:
         raise _refuse(node, "key and value differ in heads")
 
     dead: list[fx.Node] = []
-    narrow_k, narrow_v = _before_repeat(k), _before_repeat(v)
+    narrow_k, narrow_v = _before_repeat(k, node), _before_repeat(v, node)
     if narrow_k is not None and narrow_v is not None and _same(_value(narrow_k).shape[1], _value(narrow_v).shape[1]):
         dead, k, v = [k, v], narrow_k, narrow_v
     heads_kv = _value(k).shape[1]
@@ -151,19 +151,24 @@ def _check_mask(node: fx.Node, mask: fx.Node, q: torch.Tensor, scores: tuple) ->
 # -------------------------------------------------------------------------------------------------------------- the repeat chain
 
 
-def _before_repeat(node: fx.Node) -> fx.Node | None:
-    """The [B, HKV, L, D] value that `node` [B, HKV * n, L, D] repeats n times per head, if the chain is exactly that; else None."""
+def _before_repeat(node: Any, reader: fx.Node) -> fx.Node | None:
+    """The [B, HKV, L, D] value that `node` [B, HKV * n, L, D] repeats n times per head, if the chain is exactly that; else None.
+
+    `reader` will read the value in place of the copy, so nothing may write to it in between.
+    """
     if not _is_call(node, ("reshape", "flatten", "view"), (torch.reshape, torch.flatten)):
         return None
     expand = node.args[0]
     if not _is_call(expand, ("expand",), ()):
         return None
     spread = expand.args[0]
-    if not (_is_call(spread, ("unsqueeze",), (torch.unsqueeze,)) or (isinstance(spread, fx.Node) and spread.target is operator.getitem)):
+    if not _is_call(spread, ("unsqueeze",), (torch.unsqueeze, operator.getitem)):
         return None
     source = spread.args[0]
-    values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in (source, spread, expand, node)]
-    if not all(isinstance(v, torch.Tensor) for v in values):
+    if not isinstance(source, fx.Node) or any(_may_write(between) for between in _between(node, reader)):
+        return None
+    values = [v for n in (source, spread, expand, node) if isinstance(v := n.meta.get("example_value"), torch.Tensor)]
+    if len(values) != 4:
         return None
     before, middle, wide, after = values
     if before.dim() != 4 or middle.dim() != 5 or wide.dim() != 5 or after.dim() != 4:
@@ -186,12 +191,38 @@ def _spreads_after_heads(spread: fx.Node) -> bool:
     if spread.target is operator.getitem:
         index = spread.args[1]
         full = slice(None, None, None)
-        return isinstance(index, tuple) and index[:3] == (full, full, None) and all(i == full or i is Ellipsis for i in index[3:])
+        if not isinstance(index, tuple) or any(isinstance(i, fx.Node) for i in index):
+            return False
+        return index[:3] == (full, full, None) and all(i == full or i is Ellipsis for i in index[3:])
     (dim,) = (*spread.args[1:], *spread.kwargs.values())
     return dim in (2, -3)
 
 
-def _is_call(node: Any, methods: tuple[str, ...], functions: tuple[Any, ...]) -> bool:
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether `node`, of Dynamo's graph, which is not functional, may write to a tensor. Doubt counts as yes."""
+    if "out" in node.kwargs or node.kwargs.get("inplace"):
+        return True
+    if node.op == "call_method":
+        return str(node.target).endswith("_") or node.target in ("__setitem__", "__delitem__")
+    if node.op != "call_function":
+        return node.op == "call_module"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name, module = getattr(node.target, "__name__", ""), getattr(node.target, "__module__", "") or ""
+    if module == "_operator":
+        return name in ("setitem", "delitem") or (name.startswith("i") and hasattr(operator, name[1:]))
+    # torch.nn.functional takes `inplace` by position too.
+    return name.endswith("_") or not module.startswith(("torch", "math", "builtins")) or any(a is True for a in node.args)
+
+
+def _is_call(node: Any, methods: tuple[str, ...], functions: tuple[Any, ...]) -> TypeGuard[fx.Node]:
     if not isinstance(node, fx.Node):
         return False
     known = (node.op == "call_method" and node.target in methods) or (node.op == "call_function" and node.target in functions)
@@ -201,11 +232,13 @@ def _is_call(node: Any, methods: tuple[str, ...], functions: tuple[Any, ...]) ->
 def _erase_dead(candidates: list[fx.Node]) -> None:
     """Erase the repeat chains above `candidates` as far as nothing else uses them. Their nodes are views and copies: pure."""
     for last in dict.fromkeys(candidates):
-        spread = (expand := last.args[0]).args[0]
-        for node in (last, expand, spread):
+        node: Any = last
+        for _ in range(3):  # reshape, expand, unsqueeze
             if node.users:
                 break
+            above = node.args[0]
             node.graph.erase_node(node)
+            node = above
 
 
 # ------------------------------------------------------------------------------------------------------------------- the replacement

@@ -10,8 +10,8 @@ from typing import Any
 
 from dsi.ir.context import Context
 from dsi.ir.region import Region
-from functorch.compile import make_boxed_func
 from torch import fx
+from torch._functorch.aot_autograd import make_boxed_func
 
 
 def compile_reference(gm: fx.GraphModule, fake_inputs: Sequence[Any], context: Context) -> Callable[[list[Any]], Any]:

@@ -99,6 +99,44 @@ def test_a_rule_that_is_no_rule():
         dsi.explain(Mlp(), torch.randn(3, 6), options={"rules": [int]})
 
 
+class HalvedGelu(dsi.Rule):
+    """gelu(x)   ->   0.5 x (1 + erf(x / sqrt(2)))"""
+
+    dims = {"x": "... D"}
+
+    def pattern(self, op, x):
+        return op.gelu(x)
+
+    def rewrite(self, dsi, m):
+        aten = torch.ops.aten
+        half = dsi.call(aten.mul.Tensor, m.x, 0.5)
+        return dsi.call(
+            aten.mul.Tensor, half, dsi.call(aten.add.Tensor, dsi.call(aten.erf.default, dsi.call(aten.mul.Tensor, m.x, 0.5**0.5)), 1.0)
+        )
+
+
+def test_a_users_rule_by_option_and_by_registration():
+    model, x = Mlp().eval(), torch.randn(3, 6)
+    options = {"executor": "reference", "check": True}
+    assert dsi.explain(model, x, options={**options, "rules": [HalvedGelu]}).hits["halved_gelu"] == 1
+    assert not dsi.explain(model, x, options=options).hits["halved_gelu"]
+    assert dsi.register(HalvedGelu) is HalvedGelu
+    try:
+        dsi.register(HalvedGelu)  # twice is once
+        assert dsi.explain(model, x, options=options).hits["halved_gelu"] == 1
+        assert dsi.explain(model, x, options={**options, "rules": [HalvedGelu]}).hits["halved_gelu"] == 1
+        other = type("HalvedGelu", (HalvedGelu,), {"pattern": lambda self, op, x: op.tanh(x)})
+        with pytest.raises(dsi.DsiError, match="another rule is registered as 'halved_gelu'"):
+            dsi.register(other)
+    finally:
+        dsi.unregister(HalvedGelu)
+    assert not dsi.explain(model, x, options=options).hits["halved_gelu"]
+    with pytest.raises(dsi.DsiError, match="is not registered"):
+        dsi.unregister(HalvedGelu)
+    with pytest.raises(dsi.DsiError, match="is not a rule"):
+        dsi.register(int)
+
+
 # -------------------------------------------------------------------------------------------------------------------- command line
 
 

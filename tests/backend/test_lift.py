@@ -201,6 +201,33 @@ def test_a_copy_that_is_used_elsewhere_stays():
     assert targets(gm).count("expand") == 1
 
 
+WRITES = {
+    "method": lambda k: k.mul_(2),
+    "setitem": lambda k: k.__setitem__((slice(None), 0), 3.0),
+    "operator": lambda k: k.__iadd__(1),
+    "through_a_view": lambda k: k[:, :, 1:].zero_(),
+    "function": lambda k: F.relu(k, inplace=True),
+    "function_by_position": lambda k: F.relu(k, True),
+    "function_with_underscore": lambda k: torch.relu_(k),
+    "out": lambda k: torch.neg(k, out=k),
+    "aten": lambda k: torch.ops.aten.neg_.default(k),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_copy_made_before_a_write_is_kept(name):
+    """Attention must see what the copy saw, not what was written to the cache later."""
+
+    def function(q, k, v):
+        k, v = k.clone(), v.clone()
+        wide_k, wide_v = REPEATS["getitem_reshape"](k, 3), REPEATS["getitem_reshape"](v, 3)
+        WRITES[name](k)
+        return sdpa(q, wide_k, wide_v), k
+
+    gm, context = lifted(function, *qkv(heads_kv=2))
+    assert context.report.hits["lift.attention"] == 1 and targets(gm).count("expand") == 2
+
+
 NOT_REPEATS = {
     # The new axis before the heads: head h then reads key head h % 2, not h // 3.
     "other_order": lambda t, n: t.unsqueeze(1).expand(B, n, 2, L, t.shape[3]).reshape(B, 2 * n, L, t.shape[3]),
