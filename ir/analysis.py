@@ -11,13 +11,13 @@ from __future__ import annotations
 from torch import fx
 
 from .evaluate import evaluate_plan
-from .kernel_spec import bind_sizes, kernel_spec, region_key, unbound_sizes
+from .kernel_spec import bind_sizes, kernel_spec, region_key, unbound_sizes, within
 from .plan_attention import ATTENTION, plan_attention
 from .plan_linear import LINEAR, plan_linear
 from .plan_row import plan_row
 from .pull import fail
 from .semantics import aten, dsi
-from .tile import Plan
+from .tile import Load, Plan, Store
 
 __all__ = ["bind_sizes", "evaluate_plan", "kernel_spec", "kind_of", "plan_region", "region_key"]
 
@@ -53,8 +53,21 @@ def plan_region(body: fx.GraphModule, kind: str | None = None) -> Plan:
         if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
             raise fail(node, f"{node.name} writes in place, which only whole graphs may do")
     plan: Plan = plan_linear(body) if derived == "linear" else plan_attention(body) if derived == "attention" else plan_row(body)
+    _caches_are_only_written(body, plan)
     missing = unbound_sizes(body, plan)
     if missing:
         names = ", ".join(sorted(map(str, missing)))
         raise fail(output, f"the size {names} can be read off no input of the region: it must be passed as a SymInt")
     return plan
+
+
+def _caches_are_only_written(body: fx.GraphModule, plan: Plan) -> None:
+    """A cache may be written in place, by one program while another still reads: so a region that writes it does not read it."""
+    parts = list(within(plan))
+    written = {part.base: part for part in parts if isinstance(part, Store) and part.base is not None}
+    if written.keys() & {part.input for part in parts if isinstance(part, Load)}:
+        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+        base = next(b for b in written if any(isinstance(p, Load) and p.input == b for p in parts))
+        raise fail(inputs[base], f"the cache {inputs[base].name} is both written and read in the region", 9)
+    if len([p for p in parts if isinstance(p, Store) and p.base is not None]) > len(written):
+        raise fail(next(iter(body.graph.nodes)), "two outputs of the region write into one cache", 9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -69,51 +69,58 @@ def _argument(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------------------------------------ sizes
 
 
-def bound_sizes(values: Iterable[Any]) -> set[sympy.Symbol]:
-    """The size symbols that a kernel can read off its inputs: a dimension, or a SymInt, that is just the symbol."""
-    bound: set[sympy.Symbol] = set()
-    for value in values:
-        sizes = map(size_of, value.shape) if isinstance(value, torch.Tensor) else [size_of(value)]
-        bound.update(n for n in sizes if n.is_Symbol)
-    return bound
+def _readable(expr: sympy.Expr) -> tuple[sympy.Symbol, int] | None:
+    """(symbol, factor) of an expression that is a positive multiple of one size symbol, which can so be read off its value."""
+    factor, symbol = expr.as_coeff_Mul()
+    return (symbol, int(factor)) if symbol.is_Symbol and factor.is_Integer and factor > 0 else None
 
 
-def unbound_sizes(body: fx.GraphModule, plan: Plan) -> set[sympy.Symbol]:
-    """Size symbols that the plan, its inputs or its outputs mention and that no input gives."""
-    used: set[sympy.Symbol] = set(symbols_of(plan))
-    for node in (*_placeholders(body), *_returned(body)):
-        value = node.meta["val"]
-        if isinstance(value, torch.Tensor):
-            for n in (*value.shape, *value.stride()):
-                used |= size_of(n).free_symbols
-    return used - POINTS - bound_sizes(n.meta["val"] for n in _placeholders(body))
-
-
-def symbols_of(plan: Any) -> Iterator[sympy.Symbol]:
-    """Every sympy symbol within a plan or expression."""
-    seen: set[int] = set()
-    stack = [plan]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, sympy.Basic):
-            yield from value.free_symbols
-        elif isinstance(value, tuple):
-            stack.extend(value)
-        elif dataclasses.is_dataclass(value) and id(value) not in seen:
-            seen.add(id(value))
-            stack.extend(getattr(value, f.name) for f in dataclasses.fields(value))
+def _numbers(value: Any) -> Iterator[Any]:
+    """The integers that a kernel's caller sees of an input."""
+    if isinstance(value, torch.Tensor):
+        yield from value.shape
+        yield from value.stride()
+    else:
+        yield value
 
 
 def bind_sizes(body: fx.GraphModule, values: Sequence[Any]) -> dict[sympy.Symbol, int]:
     """The values of the size symbols for actual inputs, in the order of the placeholders."""
     result: dict[sympy.Symbol, int] = {}
     for node, value in zip(_placeholders(body), values, strict=True):
-        expected = node.meta["val"]
-        pairs = zip(expected.shape, value.shape, strict=True) if isinstance(expected, torch.Tensor) else [(expected, value)]
-        for symbol, number in pairs:
-            if size_of(symbol).is_Symbol:
-                result[size_of(symbol)] = int(number)
+        for expected, number in zip(_numbers(node.meta["val"]), _numbers(value), strict=True):
+            found = _readable(size_of(expected))
+            if found is not None:
+                result.setdefault(found[0], int(number) // found[1])
     return result
+
+
+def unbound_sizes(body: fx.GraphModule, plan: Plan) -> set[sympy.Symbol]:
+    """Size symbols that the plan, its inputs or its outputs mention and that no input gives."""
+    used: set[sympy.Symbol] = set().union(*(part.free_symbols for part in within(plan) if isinstance(part, sympy.Basic)))
+    for node in (*_placeholders(body), *_returned(body)):
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            for n in (*value.shape, *value.stride()):
+                used |= size_of(n).free_symbols
+    given = (_readable(size_of(number)) for node in _placeholders(body) for number in _numbers(node.meta["val"]))
+    return used - POINTS - {found[0] for found in given if found is not None}
+
+
+def within(plan: Any) -> Iterator[Any]:
+    """Everything that a plan or expression is made of: stores, expressions, sympy expressions; shared parts once."""
+    seen: set[int] = set()
+    stack = [plan]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, tuple):
+            stack.extend(value)
+        elif isinstance(value, sympy.Basic):
+            yield value
+        elif dataclasses.is_dataclass(value) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            stack.extend(getattr(value, f.name) for f in dataclasses.fields(value))
 
 
 # -------------------------------------------------------------------------------------------------------------------------------- key

@@ -245,6 +245,20 @@ def test_an_embedding_in_the_prologue() -> None:
     check(first_layer, inputs, (B, S))
 
 
+def test_one_row() -> None:
+    def decode(x, g, w, cache, pos, cos):
+        y = heads(dsi.linear(dsi.rms_norm(x, g, eps=1e-5), w), 4)
+        return dsi.rope(y, cos, cos, style="half"), dsi.kv_write(cache, pos, y, dim=2)
+
+    inputs = tensors((1, 1, 12), (12,), (8, 12), (1, 2, 9, 4))
+    plan = check(decode, [*inputs, torch.tensor([3]), torch.randn(1, 4)])
+    assert plan.rows == 1
+    attended = check(
+        lambda q, k: dsi.attention(q, k, k, None, None, scale=0.4).transpose(1, 2).reshape(1, 1, 6), tensors((1, 1, 1, 6), (1, 1, 11, 6))
+    )
+    assert attended.heads == 1
+
+
 def test_parallel_residual() -> None:
     plan = check(lambda x, w, b, a, r: dsi.linear(x, w, b) + a + r, tensors((B, S, 18), (12, 18), (12,), (B, S, 12), (B, S, 12)))
     assert columns(plan) == [(12, 1, [C])]

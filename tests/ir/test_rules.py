@@ -302,6 +302,22 @@ def test_rule_9_the_cache_is_an_input() -> None:
     assert text == "region rule 9: kv_write writes into mul, which is no input of the region"
 
 
+def test_rule_9_the_old_cache_is_not_read_either() -> None:
+    def rolls(x, w, cache, pos):
+        return dsi.kv_write(cache, pos, dsi.linear(x, w) + cache[:3], dim=0)
+
+    text = refusal(rolls, R(3, 4), R(6, 4), R(9, 6), torch.arange(3))
+    assert text == "region rule 9: the cache arg2_1 is both written and read in the region"
+
+
+def test_rule_9_one_write_a_cache() -> None:
+    def twice(x, w, cache, pos):
+        y = dsi.linear(x, w)
+        return dsi.kv_write(cache, pos, y, dim=0), dsi.kv_write(cache, pos, y * 2, dim=0)
+
+    assert refusal(twice, R(3, 4), R(6, 4), R(9, 6), torch.arange(3)) == "region rule 9: two outputs of the region write into one cache"
+
+
 # ------------------------------------------------------------------------------------------------------------- 10: all-reduce
 
 
@@ -332,13 +348,16 @@ def test_the_kind_must_fit() -> None:
 
 
 def test_a_size_that_no_input_gives() -> None:
-    def twice_as_long(x):
-        return torch.cat([x, x], 0) + 1
+    def longer(x, y):
+        return torch.cat([x, y], 0) + 1
 
-    body = body_of(twice_as_long, (R(5, 3),), dynamic=(5,))
-    placeholder = next(iter(body.graph.nodes))
-    doubled = next(n for n in body.graph.nodes if n.target is torch.ops.aten.cat.default)
-    placeholder.meta["val"] = doubled.meta["val"]  # its dimension is 2 * s: the symbol itself is nowhere
+    body = body_of(longer, (R(5, 3), R(7, 3)), dynamic=(5, 7))
+    x, y = (n for n in body.graph.nodes if n.op == "placeholder")
+    both = next(n for n in body.graph.nodes if n.target is torch.ops.aten.cat.default)
+    x.meta["val"] = both.meta["val"]  # its dimension is a sum: neither size is anywhere by itself
+    both.replace_all_uses_with(x)
+    body.graph.erase_node(both)
+    body.graph.erase_node(y)
     with pytest.raises(Refused, match="can be read off no input of the region: it must be passed as a SymInt"):
         plan_region(body)
 
