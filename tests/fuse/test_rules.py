@@ -195,7 +195,7 @@ def test_rule_8_parts_of_a_linear_are_stored_without_the_rest():
         q, k = D.linear(x, w).split(WIDTH, -1)
         return D.attention(heads(q), *[D.kv_write(cache, pos, heads(k), dim=2)] * 2, scale=0.25)
 
-    gm, ctx = fused(f, x3(), weight(2 * WIDTH, WIDTH), torch.randn(B, 4, 7, 16), torch.tensor([1, 6, 3]))
+    _, ctx = fused(f, x3(), weight(2 * WIDTH, WIDTH), torch.randn(B, 4, 7, 16), torch.tensor([1, 6, 3]))
     assert labels(ctx) == ["linear + kv_write", "attention"]
     assert sorted(tuple(o.meta["val"].shape) for o in ctx.report.regions[0].outputs) == [(B, S, WIDTH), (B, 4, 7, 16)]
 
@@ -228,7 +228,9 @@ def test_rule_10_an_all_reduce_cuts():
     # What follows an all-reduce belongs to the next linear, or to nobody where there is none.
     assert labels(ctx) == ["linear", "add + rms_norm + linear", "linear", "add"]
     assert not any("all_reduce" in members(r) for r in ctx.report.regions)
-    assert [r.reason for r in reasons(ctx, "fuse")] == ["dsi.all_reduce.default stays an ATen operator: an all-reduce is never inside a region"] * 2
+    assert [r.reason for r in reasons(ctx, "fuse")] == [
+        "dsi.all_reduce.default stays an ATen operator: an all-reduce is never inside a region"
+    ] * 2
 
 
 def test_rule_10_between_two_anchors_the_producer_comes_first():
