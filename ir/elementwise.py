@@ -83,7 +83,10 @@ def _power(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
             raise fail(node, f"{node.name} raises {base} to a power: only positive bases are computed", 4)
         return operation(pull, node, "pow", (base, exponent), coords) if dtype.is_floating_point else _no_power(node)
     if not isinstance(exponent, int | float):
-        return _no_power(node)
+        fixed = pull.operand(node, base, coords)
+        if not (dtype.is_floating_point and isinstance(fixed, Const) and fixed.value > 0):
+            return _no_power(node)
+        return Op("pow", (pull.cast(fixed, dtype), pull.cast(pull.operand(node, exponent, coords), dtype)), dtype)
     x = pull.cast(pull.operand(node, base, coords), dtype)
     if float(exponent).is_integer() and 1 <= exponent <= _LARGEST_POWER:
         result = x
@@ -101,7 +104,7 @@ def _power(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 
 def _no_power(node: fx.Node) -> Expr:
-    raise fail(node, f"{node.name} is a power with a computed or integer exponent that is no product", 4)
+    raise fail(node, f"{node.name} is a power that is no product, of a base that is not known to be positive", 4)
 
 
 def _gelu(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
@@ -220,6 +223,7 @@ ELEMENTWISE: dict[Any, Handler] = {
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor), _sum),
     aten.pow.Tensor_Scalar: _power,
     aten.pow.Scalar: _power,
+    aten.pow.Tensor_Tensor: _power,
     aten.gelu.default: _gelu,
     **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor), _clamp),
     **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), _clamp),

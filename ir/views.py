@@ -119,6 +119,20 @@ def _flip(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     return pull.at(args_of(node)[0], moved)
 
 
+def _roll(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
+    shifts, dims = argument(node, 1, "shifts"), argument(node, 2, "dims", [])
+    moved = list(coords)
+    for shift, d in zip(shifts, dims, strict=False):
+        dim = _axis(node, d, len(coords))
+        size = sizes_of(fake(node))[dim]
+        if not isinstance(shift, int) or (shift > 0 and not size.is_Integer):
+            raise fail(node, f"{node.name} rolls a dimension of {size} by {shift}, which may be more than once round", 4)
+        moved[dim] = pull.space.mod(moved[dim] - shift, size) if size != 1 else ZERO
+    if len(dims) != len(shifts) or len(set(dims)) != len(dims):
+        raise fail(node, f"{node.name} rolls dimensions {dims} by {shifts}", 4)
+    return pull.at(args_of(node)[0], moved)
+
+
 def _getitem(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     """One piece of a split, chunk or unbind."""
     pieces, number = args_of(node)
@@ -289,6 +303,7 @@ VIEWS: dict[Any, Handler] = {
     aten.lift_fresh_copy.default: _same,
     aten.repeat.default: _repeat,
     aten.flip.default: _flip,
+    aten.roll.default: _roll,
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.index.Tensor: _index,

@@ -9,6 +9,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from dsi.ir.analysis import evaluate_plan, kind_of, plan_region
+from dsi.ir.errors import Refused
 from dsi.ir.index_map import FloorDiv, Mod
 from dsi.ir.pull import parts_of
 from dsi.ir.tile import AttentionPlan, C, LinearPlan, Load, Op, Permuted, R, RowPlan, Window
@@ -254,7 +255,8 @@ def test_one_row() -> None:
     plan = check(decode, [*inputs, torch.tensor([3]), torch.randn(1, 4)])
     assert plan.rows == 1
     attended = check(
-        lambda q, k: dsi.attention(q, k, k, None, None, scale=0.4).transpose(1, 2).reshape(1, 1, 6), tensors((1, 1, 1, 6), (1, 1, 11, 6))
+        lambda q, k: dsi.attention(q, k, k, None, None, scale=0.4).transpose(1, 2).reshape(1, 1, 6),
+        tensors((1, 1, 1, 6), (1, 1, 11, 6)),
     )
     assert attended.heads == 1
 
@@ -375,6 +377,16 @@ def test_negative_and_selected_indices() -> None:
     check(lambda x, i: x[:, i, None] * 2, [x, torch.tensor([2, -3])])
     check(lambda x, i: x.index_select(1, i) * 2, [x, torch.tensor([2, 2, 5])])
     check(lambda x, i: x.gather(1, i) * 2, [x, torch.randint(0, 6, (4, 3))])
+
+
+@pytest.mark.parametrize(("shifts", "dims"), [((-1,), (1,)), ((2,), (-1,)), ((11, -13), (0, 1))])
+def test_rolled_dimensions(shifts: tuple[int, ...], dims: tuple[int, ...]) -> None:
+    check(lambda x: x.roll(shifts, dims) + x, [torch.randn(4, 5)])
+    if min(shifts) < 0 and len(shifts) == 1:
+        check(lambda x: x.roll(shifts, dims) + x, [torch.randn(4, B)], (B,))
+    else:
+        with pytest.raises(Refused, match="more than once round"):
+            plan_region(body_of(lambda x: x.roll(shifts, dims) + x, [torch.randn(S, B)], (B, S)))
 
 
 def test_a_cache_written_alone() -> None:

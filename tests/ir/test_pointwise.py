@@ -151,6 +151,12 @@ def test_binary_operations_promote_as_torch_does(name: str, operands: str) -> No
     check(BINARY[name], inputs, tolerance=2e-3 if expected.dtype == torch.float16 else 2e-5)
 
 
+@pytest.mark.parametrize("powers", [torch.arange(1, 6), torch.arange(1, 6, dtype=torch.int32), floats(3, 5)])
+def test_powers_of_a_constant(powers: torch.Tensor) -> None:
+    check(lambda p: torch.pow(torch.full((), 0.25), p), (powers,))
+    check(lambda p: torch.pow(torch.full((1,), 0.25), p), (powers,))
+
+
 def test_int_overflow_wraps_in_its_own_type() -> None:
     check(lambda x: x * x, (torch.tensor([[100000, -70000, 3]], dtype=torch.int32),))
     check(lambda x: x + x, (torch.tensor([[100, -100, 3]], dtype=torch.int8),))
@@ -188,7 +194,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "floor division": (lambda x: torch.div(x, 2, rounding_mode="floor"), "neither a view nor pointwise"),
     "cumsum": (lambda x: x.cumsum(0), "neither a view nor pointwise"),
     "a negative base": (lambda x: (-2.0) ** x, "only positive bases"),
-    "a computed exponent": (lambda x: x**x, "neither a view nor pointwise"),
+    "a computed exponent": (lambda x: x**x, "not known to be positive"),
     "random": (lambda x: torch.rand_like(x) + x, "neither a view nor pointwise"),
     "float steps": (lambda x: torch.arange(0, 2.5, 0.5) + x, "no integers"),
 }
