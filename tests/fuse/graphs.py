@@ -14,7 +14,10 @@ from dsi.ir.region import Region
 from dsi.ir.spec import check_graph
 from dsi.passes.fuse import fuse, unfuse
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
 D = torch.ops.dsi
@@ -22,19 +25,37 @@ HEADS, HEAD = 4, 16
 WIDTH = HEADS * HEAD
 
 
-def trace(function: Callable[..., Any], *inputs: Any, symbolic: bool = False) -> fx.GraphModule:
-    """The functional ATen graph of `function`, fakes in meta["val"]; nothing is removed but dead pure operators."""
+Dims = dict[int, tuple[int, ...]]
+
+
+def trace(function: Callable[..., Any], *inputs: Any, symbolic: bool | Dims = False) -> fx.GraphModule:
+    """The functional ATen graph of `function`, fakes in meta["val"]; nothing is removed but dead pure operators.
+
+    `symbolic`: whether sizes are symbols; or the numbers of the inputs of which some are, and which.
+    """
+    if isinstance(symbolic, dict):
+        inputs = _fakes(inputs, symbolic)
     gm = make_fx(function, tracing_mode="symbolic" if symbolic else "fake")(*inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
 
 
+def _fakes(inputs: tuple[Tensor, ...], symbolic: Dims) -> tuple[Tensor, ...]:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = []
+    for number, value in enumerate(inputs):
+        dims = [DimDynamic.DYNAMIC if d in symbolic.get(number, ()) else DimDynamic.STATIC for d in range(value.dim())]
+        context = StatelessSymbolicContext(dynamic_sizes=dims)
+        fakes.append(mode.from_tensor(value, source=ConstantSource(f"input{number}"), symbolic_context=context))
+    return tuple(fakes)
+
+
 def context(fuel: int | None = None) -> Context:
     return Context(Options(), fuel=Fuel(fuel))
 
 
-def fused(function: Callable[..., Any], *inputs: Any, symbolic: bool = False) -> tuple[fx.GraphModule, Context]:
+def fused(function: Callable[..., Any], *inputs: Any, symbolic: bool | Dims = False) -> tuple[fx.GraphModule, Context]:
     """`function` traced and fused, checked against the specification and against `function` on `inputs`, unfused too."""
     gm = trace(function, *inputs, symbolic=symbolic)
     ctx = context()

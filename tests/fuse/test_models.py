@@ -112,7 +112,7 @@ def causal(name: str, mode: str, dtype: torch.dtype = torch.float32, dynamic: tu
         caches.append(cache)
         seen = 9 if mode == "decode" else 8
         given = {"input_ids": ids[:, 8:] if mode == "decode" else ids[:, :8].clone(), "past_key_values": cache}
-        if name == "opt":  # without these it asks for the cache's length, which no graph can answer
+        if name == "opt" and mode == "decode":  # without these it asks for the cache's length, which no graph can answer
             positions = torch.arange(seen).expand(2, seen)
             given |= {"attention_mask": torch.ones(2, seen, dtype=torch.long), "position_ids": positions[:, -given["input_ids"].shape[1] :]}
         inputs.append(given)
