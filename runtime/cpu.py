@@ -11,6 +11,7 @@ from dsi.ir.context import Context
 from torch import fx
 
 from . import inductor_api
+from .deduplicate import deduplicate
 from .expand import CPU_EXPANSIONS, expand
 from .kernels import print_kernels
 from .timing import timed
@@ -46,6 +47,7 @@ def compile_cpu(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Cont
         raise ValueError("compile_cpu needs fake example inputs, or context.fake_mode")
     with timed(context, "expand"):
         flat = expand(gm, example_inputs, fake_mode, CPU_EXPANSIONS)
+        deduplicate(flat)
     with timed(context, "inductor"):
         return inductor_api.compile_graph(flat, example_inputs, _patches(context))
 

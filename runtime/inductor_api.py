@@ -116,13 +116,18 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, 
 
 
 def _joint_graph_passes(compile_fx: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """Inductor's joint-graph passes except its pattern tables: those take any literal for the one that they were made with, so that a
+    softmax over the wrong dimension becomes fused attention, with other numbers. What they look for has been recognised before, exactly."""
+    from torch._inductor import config
+
     passes = compile_fx._recursive_joint_graph_passes
     output = next(iter(reversed(gm.graph.nodes)))
     output.meta["output_stack_traces"] = [value.meta.get("stack_trace") if isinstance(value, fx.Node) else None for value in output.args[0]]
     devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
-    if "input_device" in inspect.signature(passes).parameters:
-        return passes(gm, input_device=devices[0] if devices else torch.device("cpu"))
-    return passes(gm)
+    with config.patch(pattern_matcher=False):
+        if "input_device" in inspect.signature(passes).parameters:
+            return passes(gm, input_device=devices[0] if devices else torch.device("cpu"))
+        return passes(gm)
 
 
 def boxed(function: Callable) -> Callable[[list[Any]], Sequence[Any]]:

@@ -161,3 +161,36 @@ def test_strides_of_outputs_are_those_of_the_graph():
     a, b = run([real])
     assert torch.equal(a, (real * 3).t()) and a.stride() == (1, 6)
     assert torch.equal(b, real.t().relu()) and b.stride() == (4, 1)
+
+
+def test_layers_that_share_a_mask_convert_it_once():
+    from dsi.runtime.deduplicate import deduplicate
+    from dsi.runtime.expand import expand
+
+    outer = Outer()
+    q, k, v = (outer.input(name, torch.randn(2, 4, 3, 16)) for name in "qkv")
+    mask = outer.input("mask", torch.rand(2, 1, 3, 3) < 0.5)
+    results = [outer.region(f"attend_{i}", lambda *a: (D.attention(*a, scale=0.25),), q, k, v, mask)[0] for i in range(2)]
+    flat = expand(outer.finish(*results), outer.fakes, outer.mode)
+
+    def conversions():
+        return [node for node in flat.graph.nodes if node.target is torch.ops.aten.where.self]
+
+    assert len(conversions()) == 2
+    deduplicate(flat)
+    assert len(conversions()) == 1
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_a_softmax_over_another_dimension_is_no_attention(dim):
+    """Inductor's own pattern tables turn both into fused attention."""
+    outer = Outer()
+    q, k, v = (outer.input(name, torch.randn(2, 4, 8, 8)) for name in "qkv")
+
+    def spelled(q, k, v):
+        scores = torch.matmul(q, k.transpose(-2, -1)).div(3.0)
+        return (torch.matmul(scores.softmax(dim=dim), v),)
+
+    run = compile_cpu(outer.finish(*outer.region("spelled", spelled, q, k, v)), outer.fakes, outer.context())
+    real = [torch.randn(2, 4, 8, 8) for _ in range(3)]
+    torch.testing.assert_close(run(list(real))[0], spelled(*real)[0], rtol=1e-5, atol=1e-5)
