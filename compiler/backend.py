@@ -11,6 +11,7 @@ from dsi.ir.errors import DsiInternalError
 from dsi.ir.options import Options
 from dsi.passes.pipeline import PIPELINE
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import check, observe
 from .execute import compile_graph
@@ -72,9 +73,11 @@ def _stages_and_executor(gm: fx.GraphModule, fake_inputs: Sequence[Any], observe
         # Behind the guard's back (inside a function that Dynamo does not look into): as it is, the graph still draws what eager draws.
         observer.aside(f"an operator is random ({drawn.name})")
         return compile_graph(gm, fake_inputs, context, as_it_is=True)
-    for stage in PIPELINE:
-        if stage.level != "dynamo":
-            observer.run(stage, gm)
+    # AOTAutograd calls with its fake mode on; stages turn it on where they mean it, and read constants where they do not.
+    with unset_fake_temporarily():
+        for stage in PIPELINE:
+            if stage.level != "dynamo":
+                observer.run(stage, gm)
     return compile_graph(gm, fake_inputs, context)
 
 

@@ -120,7 +120,8 @@ def _attention(node: fx.Node) -> Built:
         raise _refuse(node, "the number of heads is symbolic")
     if heads_kv == 0 or h % heads_kv:
         raise _refuse(node, f"{h} query heads are no multiple of {heads_kv} key/value heads")
-    if h != heads_kv and not dead and not given["enable_gqa"]:
+    # One key/value head is broadcast to all query heads without being asked to.
+    if h != heads_kv and heads_kv != 1 and not dead and not given["enable_gqa"]:
         raise _refuse(node, f"{h} query heads and {heads_kv} key/value heads without enable_gqa")
     scale = given["scale"]
     if scale is None:

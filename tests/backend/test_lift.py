@@ -160,6 +160,11 @@ def test_grouped_heads():
     assert context.report.hits["lift.attention"]
 
 
+def test_one_key_head_is_broadcast():
+    _, context = lifted(lambda q, k, v: sdpa(q, k, v), *qkv(heads_kv=1))
+    assert context.report.hits["lift.attention"]
+
+
 REPEATS = {
     "getitem_reshape": lambda t, n: t[:, :, None, :, :].expand(B, 2, n, L, t.shape[3]).reshape(B, 2 * n, L, t.shape[3]),
     "short_getitem": lambda t, n: t[:, :, None].expand(-1, -1, n, -1, -1).reshape(B, 2 * n, L, -1),
