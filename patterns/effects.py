@@ -57,6 +57,11 @@ def is_pure(node: fx.Node) -> bool:
     return target is operator.getitem or getattr(target, "__module__", "") in ("_operator", "torch", "math")
 
 
+def is_dead(node: fx.Node) -> bool:
+    """Whether nothing reads `node` and nothing would be lost with it (an unused output of a norm, say)."""
+    return not node.users and is_pure(node)
+
+
 def storage_root(node: fx.Node) -> fx.Node:
     """The node whose storage `node` shares (itself, if it is no view)."""
     while node.op == "call_function" and is_view(node.target) and node.args and isinstance(node.args[0], fx.Node):

@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from dsi.ir.context import Context
-from dsi.ir.errors import DsiInternalError, Refusal, Refused
+from dsi.ir.errors import DsiError, DsiInternalError, Refusal, Refused
 from dsi.ir.source import source_line
 from torch import fx
 
 from .arguments import Arguments
-from .effects import has_effect, is_size_query
+from .effects import has_effect, is_dead, is_size_query
 from .match import Match
 from .matcher import Matcher, State
 from .rewriter import Rewriter
@@ -116,7 +116,7 @@ class _Run:
                 self._check_escapes(outputs, nodes)
                 self._check_effects(compiled, nodes)
                 match.check_declared()
-                compiled.rule.check(match)
+                self._check(compiled, match, node)
                 self._check_convex(outputs, nodes, state)
                 self.rewriter.insertion_point(match, outputs, set(nodes))
             except Refused as refused:
@@ -127,6 +127,14 @@ class _Run:
         if failure.depth > 0:
             self._miss(compiled, failure.depth, failure.node or node, failure.reason)
         return None
+
+    def _check(self, compiled: Compiled, match: Match, node: fx.Node) -> None:
+        try:
+            compiled.rule.check(match)
+        except (Refused, DsiError):
+            raise
+        except Exception as error:
+            raise DsiError(f"{compiled.place}: rule {compiled.name}: `check` failed at {node.name}: {error}") from error
 
     def _outputs(self, compiled: Compiled, node: fx.Node, state: State) -> list[fx.Node]:
         outputs = [node]
@@ -140,7 +148,7 @@ class _Run:
             if node in open_:
                 continue
             for user in node.users:
-                if user not in inside and not is_size_query(user.target):
+                if user not in inside and not is_size_query(user.target) and not is_dead(user):
                     raise Refused(Refusal(f"the intermediate value {node.name} is also read by {user.name}, outside the match"))
 
     def _check_effects(self, compiled: Compiled, nodes: list[fx.Node]) -> None:

@@ -177,7 +177,7 @@ class Matcher:
             literal = not isinstance(value, Value)
             pairs.append((canonical_literal(node, named, name, value) if literal else value, named[name]))
         # Literals first: they refuse without a search.
-        pairs.sort(key=lambda pair: isinstance(pair[0], (Value, list, tuple)))
+        pairs.sort(key=lambda pair: _has_value(pair[0]))
         yield pairs
 
     def _sequence(self, pairs: list[tuple[Any, Any]], state: State) -> Iterator[None]:
@@ -207,6 +207,10 @@ def equal_literals(a: Any, b: Any) -> bool:
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return a == b
     return type(a) is type(b) and a == b
+
+
+def _has_value(pattern: Any) -> bool:
+    return any(map(_has_value, pattern)) if isinstance(pattern, (list, tuple)) else isinstance(pattern, Value)
 
 
 def _targets(value: Any) -> frozenset[Any]:

@@ -16,7 +16,7 @@ from torch._guards import detect_fake_mode
 
 from .build import KEEP, GraphBuilder
 from .dims import same_shape
-from .effects import aliases, escapes_as_memory, is_mutation, is_pure, is_size_query, storage_root
+from .effects import aliases, escapes_as_memory, is_dead, is_mutation, is_pure, is_size_query, storage_root
 from .match import Match
 from .rule import Compiled
 from .strides import Restrider, memory_order, same_strides
@@ -69,9 +69,12 @@ class Rewriter:
             if not self._take_fuel(compiled, outputs[0], where):
                 self._undo(builder.made)
                 return False
-        except Refused:
+        except (Refused, DsiError):
             self._undo(builder.made)
             raise
+        except Exception as error:
+            self._undo(builder.made)
+            raise DsiError(f"{compiled.place}: rule {compiled.name}: `rewrite` failed at {outputs[0].name}: {error}") from error
         self._annotate(compiled, builder.made, outputs[0], nodes)
         for query, (base, dim) in moved.items():
             self._move_query(query, base, dim)
@@ -97,7 +100,7 @@ class Rewriter:
         return point
 
     def _results(self, compiled: Compiled, result: Any) -> list[Any]:
-        values = [result] if compiled.single else list(result) if isinstance(result, (tuple, list)) else [result]
+        values = list(result) if isinstance(result, (tuple, list)) else [result]
         if len(values) != len(compiled.outputs):
             raise DsiError(
                 f"{compiled.place}: rule {compiled.name}: `rewrite` returned {len(values)} values, `pattern` {len(compiled.outputs)}"
@@ -240,6 +243,9 @@ class Rewriter:
     def _erase(self, nodes: Sequence[fx.Node], match: Match) -> None:
         inputs = [n for n in _nodes_of(match._env.values()) if n not in nodes]
         for node in sorted(set(nodes), reverse=True):
+            for user in [u for u in node.users if is_dead(u)]:
+                self.graph.erase_node(user)
+                self.erased.add(user)
             if not node.users and node not in self.erased:
                 inputs += [a for a in node.all_input_nodes if a not in nodes]
                 self.graph.erase_node(node)

@@ -128,7 +128,7 @@ class Restrider:
         inverse = [order.index(d) for d in range(len(order))]
         steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [(aten.clone.default, (), {"memory_format": torch.contiguous_format})]
         if inverse != order or order != sorted(order):
-            steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+            steps = [
                 (aten.permute.default, (order,), {}),
                 *steps,
                 (aten.permute.default, (inverse,), {}),

@@ -13,6 +13,7 @@ from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def aten_graph(
@@ -37,3 +38,19 @@ def aten_graph(
         torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args, **kwargs)
     (gm,) = found
     return gm, context
+
+
+def traced(fn: Callable, *args: Any, symbolic: bool = False) -> tuple[fx.GraphModule, Context]:
+    """The ATen graph of a function without mutations, and a context for it."""
+    with torch.no_grad():
+        # Through *inputs: `make_fx` takes parameters with a default for inputs too.
+        gm = make_fx(lambda *inputs: fn(*inputs), tracing_mode="symbolic" if symbolic else "fake")(*args)
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    context = Context(Options())
+    context.fake_mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+    return gm, context
+
+
+def targets(gm: fx.GraphModule) -> list[str]:
+    """The operators of a graph in order, such as "aten.add.Tensor"."""
+    return [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]

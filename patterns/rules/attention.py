@@ -47,7 +47,7 @@ class Attention(Rule):
         restored,
         narrow,
     ):
-        scaled_q = op.either("q scale", none=lambda: q, mul=lambda: q * q_scale, div=lambda: q / q_scale)
+        scaled_q = op.either("q scale", mul=lambda: q * q_scale, div=lambda: q / q_scale, none=lambda: q)
         wide_q = op.maybe_cast(scaled_q, torch.float32, tag="q wide")
         rows = op.view(op.maybe_contiguous(wide_q, tag="q copy"), flat_q).named("rows")
 

@@ -1,0 +1,218 @@
+"""Spelled-out attention and repeated heads: the spellings that are it, and those that only look like it."""
+
+from __future__ import annotations
+
+import aten_graphs
+import pytest
+import torch
+import torch.nn.functional as F
+from dsi.ir.spec import check_graph, output_aliases
+from dsi.passes.normalise import normalise
+from dsi.passes.recognise import recognise
+
+G = torch.Generator().manual_seed(5)
+B, H, S, L, D, DV = 2, 3, 5, 7, 4, 6
+MIN = torch.finfo(torch.float32).min
+BF = torch.bfloat16
+
+
+def randn(*size: int) -> torch.Tensor:
+    return torch.randn(size, generator=G)
+
+
+Q, K, V = randn(B, H, S, D), randn(B, H, L, D), randn(B, H, L, DV)
+MASK = torch.where(torch.rand(B, 1, S, L, generator=G) < 0.6, 0.0, MIN)
+KEEP = torch.rand(1, 1, S, L, generator=G) < 0.6
+KEEP[..., 0] = True
+
+
+def attend(q, k, v, mask=None, scale=0.5, dim=-1):
+    scores = q @ k.transpose(-1, -2) * scale
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(dim) @ v
+
+
+def stages(fn, *args, symbolic=False):
+    """Both stages on `fn`, checked; the one attention node, or None, and the graph."""
+    gm, context = aten_graphs.traced(fn, *args, symbolic=symbolic)
+    aliases = output_aliases(gm)
+    for stage in (normalise, recognise):
+        stage(gm, context)
+        check_graph(gm, "aten", context.fake_mode, aliases)
+    half = any(a.dtype in (BF, torch.float16) for a in args)
+    torch.testing.assert_close(gm(*args), fn(*args), **({"rtol": 3e-2, "atol": 3e-2} if half else {"rtol": 1e-4, "atol": 1e-5}))
+    nodes = [n for n in gm.graph.nodes if n.target is torch.ops.dsi.attention.default]
+    assert len(nodes) <= 1
+    return (nodes[0] if nodes else None), gm
+
+
+def argument(node, name):
+    """An argument of an attention node by its name."""
+    names = [a.name for a in node.target._schema.arguments]
+    position = names.index(name)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+
+
+POSITIVE = {
+    "plain": (lambda q, k, v: attend(q, k, v), {"scale": 0.5}),
+    "no scale": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, {"scale": 1.0}),
+    "divided": (lambda q, k, v: (q @ k.mT / 4).softmax(-1) @ v, {"scale": 0.25}),
+    "scale on q": (lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v, {"scale": 0.3}),
+    "scale on q and on the scores": (lambda q, k, v: ((q * 0.3) @ k.mT / 2).softmax(-1) @ v, {"scale": 0.15}),
+    "capped": (lambda q, k, v: (5.0 * torch.tanh(q @ k.mT * 0.5 / 5.0)).softmax(-1) @ v, {"scale": 0.5, "softcap": 5.0}),
+    "softmax over dimension 3": (lambda q, k, v: attend(q, k, v, dim=3), {"scale": 0.5}),
+    "from [B, S, H, D]": (lambda q, k, v: attend(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))), {"scale": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_spellings(name):
+    fn, attributes = POSITIVE[name]
+    node, _ = stages(fn, Q, K, V)
+    assert node is not None
+    for key, value in attributes.items():
+        assert node.kwargs[key] == pytest.approx(value)
+
+
+@pytest.mark.parametrize("shape", [(B, 1, S, L), (1, 1, 1, L), (H, 1, L), (L,)])
+def test_an_added_mask(shape):
+    mask = randn(*shape)
+    node, _ = stages(lambda q, k, v, m: attend(q, k, v, m), Q, K, V, mask)
+    assert argument(node, "mask").op == "placeholder"
+    assert stages(lambda q, k, v, m: (m + 0.5 * (q @ k.mT)).softmax(-1) @ v, Q, K, V, mask)[0] is not None
+
+
+@pytest.mark.parametrize("fill", [float("-inf"), MIN])
+def test_a_choice_becomes_a_bias(fill):
+    node, _ = stages(lambda q, k, v, m: torch.where(m, q @ k.mT, fill).softmax(-1) @ v, Q, K, V, KEEP)
+    assert argument(node, "bias") is not None
+    node, _ = stages(lambda q, k, v, m: (q @ k.mT).masked_fill(~m, fill).softmax(-1) @ v, Q, K, V, KEEP)
+    assert argument(node, "bias") is not None
+
+
+def test_rows_that_a_choice_hides_altogether_stay_as_in_eager():
+    nothing = torch.zeros(1, 1, S, L, dtype=torch.bool)
+    node, _ = stages(lambda q, k, v, m: torch.where(m, q @ k.mT, MIN).softmax(-1) @ v, Q, K, V, nothing)
+    assert node is not None, "stages compares the numbers"
+
+
+def test_half_precision_with_the_softmax_in_float():
+    q, k, v = (t.to(BF) for t in (Q, K, V))
+    mask = MASK.clamp(min=-1e38).to(BF)
+    node, _ = stages(lambda q, k, v, m: F.softmax(q @ k.mT * 0.5 + m, dim=-1, dtype=torch.float32).to(BF) @ v, q, k, v, mask)
+    assert node is not None
+    node, _ = stages(lambda q, k, v: (q.float() @ k.float().mT).softmax(-1).to(BF) @ v, q, k, v)
+    assert node is not None, "scores in fp32, as GPT-Neo computes them"
+
+
+def alibi_attention(slopes, q, k, v, alpha=0.5, beta=1.0):
+    flat_q, flat_k = q.reshape(B * H, S, D), k.reshape(B * H, L, D).transpose(1, 2)
+    scores = slopes.baddbmm(flat_q, flat_k, beta=beta, alpha=alpha).view(B, H, S, L)
+    return (scores.softmax(-1).view(B * H, S, L) @ v.reshape(B * H, L, DV)).view(B, H, S, DV)
+
+
+def test_alibi():
+    node, _ = stages(lambda a, q, k, v: alibi_attention(a, q, k, v), randn(B * H, 1, L), Q, K, V)
+    assert node.kwargs["scale"] == 0.5
+    assert tuple(argument(node, "bias").meta["val"].shape) == (B, H, 1, L)
+    assert stages(lambda a, q, k, v: alibi_attention(a, q, k, v, beta=2.0), randn(B * H, 1, L), Q, K, V)[0] is None
+    assert stages(lambda a, q, k, v: alibi_attention(a, q, k, v), randn(1, 1, L), Q, K, V)[0] is None
+
+
+SQUARE = (randn(B, H, S, D), randn(B, H, S, D), randn(B, H, S, DV))
+NEGATIVE = {
+    "softmax over the queries": (lambda q, k, v: attend(q, k, v, dim=-2), SQUARE),
+    "softmax over the heads": (lambda q, k, v: attend(q, k, v, dim=1), SQUARE),
+    "q and k exchanged, transposed after": (lambda q, k, v: (k @ q.mT * 0.5).softmax(-2).mT @ v, SQUARE),
+    "weights transposed": (lambda q, k, v: (q @ k.mT * 0.5).softmax(-1).mT @ v, SQUARE),
+    "alpha on the mask": (lambda q, k, v: torch.add(q @ k.mT, q.sum(-1, keepdim=True), alpha=2).softmax(-1) @ v, SQUARE),
+    "a mask multiplied": (lambda q, k, v: (q @ k.mT * q.sum(-1, keepdim=True)).softmax(-1) @ v, SQUARE),
+    "cap and its inverse differ": (lambda q, k, v: (5.0 * torch.tanh(q @ k.mT / 4.0)).softmax(-1) @ v, SQUARE),
+    "a small number in place of a score": (
+        lambda q, k, v: (q @ k.mT).masked_fill(q.sum(-1, keepdim=True) > 0, -5.0).softmax(-1) @ v,
+        SQUARE,
+    ),
+    "rank 3": (lambda q, k, v: attend(q, k, v), tuple(t[0] for t in SQUARE)),
+    "the weights are returned": (lambda q, k, v: (lambda w: (w @ v, w))((q @ k.mT * 0.5).softmax(-1)), SQUARE),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_what_only_looks_like_attention(name):
+    fn, args = NEGATIVE[name]
+    assert stages(fn, *args)[0] is None
+
+
+def test_batch_and_heads_of_one_size_exchanged():
+    """As many sequences as heads: shapes alone cannot tell [B, H, S, D] from [H, B, S, D]. The numbers must be those of eager."""
+    q, k, v = randn(3, 3, 5, 4), randn(3, 3, 5, 4), randn(3, 3, 5, 4)
+    stages(lambda q, k, v: attend(q, k.transpose(0, 1), v), q, k, v)
+    stages(lambda q, k, v: attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)), q, k, v)
+    stages(lambda q, k, v: attend(q, k, v.transpose(0, 1)), q, k, v)
+    mask = randn(3, 1, 5, 5)
+    stages(lambda q, k, v, m: attend(q, k, v, m.transpose(0, 1)), q, k, v, mask)
+
+
+def test_heads_and_positions_of_one_size_exchanged():
+    q, k, v = randn(2, 5, 5, 4), randn(2, 5, 5, 4), randn(2, 5, 5, 4)
+    stages(lambda q, k, v: attend(q.transpose(1, 2), k, v), q, k, v)
+    stages(lambda q, k, v: attend(q, k.transpose(1, 2), v), q, k, v)
+    stages(lambda q, k, v: attend(q, k, v.transpose(1, 2)), q, k, v)
+
+
+# -------------------------------------------------------------------------------------------------------------- repeated heads
+
+
+def repeat(x, n):
+    b, g, length, d = x.shape
+    return x[:, :, None].expand(b, g, n, length, d).reshape(b, g * n, length, d)
+
+
+KG, VG, QG = randn(B, 2, L, D), randn(B, 2, L, DV), randn(B, 6, S, D)
+
+
+def test_repeated_heads_are_read_where_they_are():
+    for fn in (
+        lambda q, k, v: torch.ops.dsi.attention(q, repeat(k, 3), repeat(v, 3), scale=0.5),
+        lambda q, k, v: attend(q, repeat(k, 3), repeat(v, 3)),
+    ):
+        node, gm = stages(fn, QG, KG, VG)
+        assert [tuple(a.meta["val"].shape) for a in node.args[1:3]] == [KG.shape, VG.shape]
+        assert not [t for t in aten_graphs.targets(gm) if "expand" in t or "clone" in t]
+
+
+def test_repeated_heads_with_a_mask_and_symbolic_sizes():
+    mask = randn(B, 1, S, L)
+    node, _ = stages(lambda q, k, v, m: torch.ops.dsi.attention(q, repeat(k, 3), repeat(v, 3), m, scale=0.5), QG, KG, VG, mask)
+    assert node.args[1].meta["val"].shape[1] == 2
+    assert node.args[3].op == "placeholder"
+
+
+WRONG_REPEATS = {
+    "tiled": lambda x, n: x[:, None].expand(B, n, 2, L, x.shape[3]).reshape(B, 2 * n, L, x.shape[3]),
+    "repeat": lambda x, n: x.repeat(1, n, 1, 1),
+    "along the positions": lambda x, n: x[:, :, :, None].expand(B, 2, L, n, x.shape[3]).reshape(B, 2 * n, L, x.shape[3]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_REPEATS)
+def test_another_order_of_heads_is_not_absorbed(name):
+    wrong = WRONG_REPEATS[name]
+    node, _ = stages(lambda q, k, v: torch.ops.dsi.attention(q, wrong(k, 3), wrong(v, 3), scale=0.5), QG, KG, VG)
+    assert node.args[1].meta["val"].shape[1] == 6
+
+
+def test_only_one_of_both_repeated_is_not_absorbed():
+    v = randn(B, 6, L, DV)
+    node, _ = stages(lambda q, k, v: torch.ops.dsi.attention(q, repeat(k, 3), v, scale=0.5), QG, KG, v)
+    assert node.args[1].meta["val"].shape[1] == 6
+
+
+def test_a_repeated_key_that_is_read_elsewhere_is_not_absorbed():
+    def fn(q, k, v):
+        wide = repeat(k, 3)
+        return torch.ops.dsi.attention(q, wide, repeat(v, 3), scale=0.5), wide.cos()
+
+    node, _ = stages(fn, QG, KG, VG)
+    assert node.args[1].meta["val"].shape[1] == 6

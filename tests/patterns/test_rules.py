@@ -1,0 +1,366 @@
+"""Each rule on the spellings that it is for, and on those that only look like them."""
+
+from __future__ import annotations
+
+import math
+
+import aten_graphs
+import pytest
+import torch
+import torch.nn.functional as F
+from dsi.ir.spec import check_graph, output_aliases
+from dsi.passes.normalise import normalise
+from dsi.passes.recognise import recognise
+
+G = torch.Generator().manual_seed(11)
+
+
+def randn(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(size, generator=G).to(dtype)
+
+
+X = randn(2, 3, 10)
+W, B10 = randn(10), randn(10)
+BF = torch.bfloat16
+CASES: list = []
+
+
+def stages(fn, *args, symbolic: bool = False):
+    """Both stages on `fn`, the specification checked, numbers compared; the graph and the hits."""
+    gm, context = aten_graphs.traced(fn, *args, symbolic=symbolic)
+    aliases = output_aliases(gm)
+    for stage in (normalise, recognise):
+        stage(gm, context)
+        check_graph(gm, "aten", context.fake_mode, aliases)
+    half = any(isinstance(a, torch.Tensor) and a.dtype in (BF, torch.float16) for a in args)
+    torch.testing.assert_close(gm(*args), fn(*args), **({"rtol": 2e-2, "atol": 2e-2} if half else {"rtol": 1e-4, "atol": 1e-5}))
+    return gm, context
+
+
+def case(name: str, hits: dict[str, int], *args: torch.Tensor):
+    """Registers a function of `args` with the hits that it must have; 0 says that the rule must not fire."""
+
+    def register(fn):
+        CASES.append(pytest.param(fn, args, hits, id=name))
+        return fn
+
+    return register
+
+
+@pytest.mark.parametrize(("fn", "args", "hits"), CASES)
+def test_hits(fn, args, hits):
+    _, context = stages(fn, *args)
+    assert {name: context.report.hits[name] for name in hits} == hits
+
+
+# -------------------------------------------------------------------------------------------------------------------- rms_norm
+
+
+def rms(x, w, eps=1e-6, dim=-1):
+    return x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + eps) * w
+
+
+case("rms: plain", {"rms_norm": 1}, X, W)(rms)
+case("rms: weight first", {"rms_norm": 1}, X, W)(lambda x, w: w * (torch.rsqrt(1e-6 + (x * x).mean(-1, keepdim=True)) * x))
+case("rms: divided", {"rms_norm": 1}, X, W)(lambda x, w: x / torch.sqrt((x * x).mean(2, True) + 1e-6) * w)
+case("rms: power", {"rms_norm": 1}, X, W)(lambda x, w: x * torch.pow((x * x).mean(2, True) + 1e-6, -0.5) * w)
+case("rms: no weight", {"rms_norm": 1}, X)(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+case("rms: 1 + weight", {"rms_norm": 1}, X, W)(lambda x, w: rms(x, 1.0 + w))
+case("rms: cast before", {"rms_norm": 1}, X.to(BF), W.to(BF))(lambda x, w: w * rms(x.float(), 1.0).to(BF))
+case("rms: cast after", {"rms_norm": 1}, X.to(BF), W.to(BF))(lambda x, w: rms(x.float(), w).to(BF))
+case("rms: cast after, 1 + weight", {"rms_norm": 1}, X.to(BF), W.to(BF))(lambda x, w: rms(x.float(), 1.0 + w.float()).to(BF))
+case("rms: half throughout", {"rms_norm": 1}, X.to(BF), W.to(BF))(rms)
+case("rms: product of the narrow x", {"rms_norm": 1}, X.to(BF), W.to(BF))(
+    lambda x, w: w * (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(BF)
+)
+case("not rms: offset added in half", {"rms_norm": 1}, X.to(BF), W.to(BF))(lambda x, w: (rms(x.float(), 1.0) * (1.0 + w)).to(BF))
+case("not rms: other axis", {"rms_norm": 0}, randn(2, 10, 10), W)(lambda x, w: rms(x, w, dim=1))
+case("not rms: mean of another tensor", {"rms_norm": 0}, X, X + 1)(lambda x, y: x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
+case("not rms: cube", {"rms_norm": 0}, X.abs())(lambda x: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-6))
+case("not rms: sum", {"rms_norm": 0}, X)(lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6))
+case("not rms: eps is a tensor", {"rms_norm": 0}, X, randn(1).abs())(lambda x, e: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + e))
+case("not rms: alpha", {"rms_norm": 0}, X)(lambda x: x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), 1e-6, alpha=2)))
+case("rms of half without its fp32 weight", {"rms_norm": 1}, X.to(BF), W)(lambda x, w: rms(x.float(), 1.0).to(BF) * w)
+case("rms of fp32 whose weight is of another size", {"rms_norm": 1}, X, randn(3, 1))(rms)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF])
+def test_torchs_own_rms_norm(dtype):
+    norm = torch.nn.RMSNorm(10, eps=1e-6, dtype=dtype)
+    gm, context = aten_graphs.aten_graph(norm, X.to(dtype))
+    normalise(gm, context)
+    recognise(gm, context)
+    check_graph(gm, "aten", context.fake_mode)
+    assert aten_graphs.targets(gm) == ["dsi.rms_norm.default"]
+
+
+def test_rms_cast_modes_are_told_apart():
+    x, w = X.to(BF), W.to(BF)
+    modes = {}
+    for fn in (lambda x, w: w * rms(x.float(), 1.0).to(BF), lambda x, w: rms(x.float(), w).to(BF), rms):
+        gm, _ = stages(fn, x, w)
+        (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.dsi.rms_norm.default)
+        modes[node.kwargs["cast"]] = torch.equal(gm(x, w), fn(x, w))
+    assert modes == {"before": True, "after": True, "none": True}
+
+
+# ------------------------------------------------------------------------------------------------------------------ layer_norm
+
+
+case("layer norm", {"layer_norm": 1}, X, W, B10)(lambda x, w, b: F.layer_norm(x, [10], w, b, 1e-5))
+case("layer norm: no bias", {"layer_norm": 1}, X, W)(lambda x, w: F.layer_norm(x, [10], w, None, 1e-5))
+case("layer norm: bare", {"layer_norm": 1}, X)(lambda x: F.layer_norm(x, [10]))
+case("not layer norm: two dimensions", {"layer_norm": 0}, X)(lambda x: F.layer_norm(x, [3, 10]))
+case("not layer norm: the mean is read too", {"layer_norm": 0}, X)(lambda x: torch.native_layer_norm(x, [10], None, None, 1e-5)[:2])
+
+
+def spelled(x, w, b, dim=-1, correction=0):
+    d = x - x.mean(dim, keepdim=True)
+    return d / torch.sqrt(x.var(dim, correction=correction, keepdim=True) + 1e-5) * w + b
+
+
+case("layer norm spelled: var", {"layer_norm_spelled": 1}, X, W, B10)(spelled)
+case("layer norm spelled: squares", {"layer_norm_spelled": 1}, X, W, B10)(
+    lambda x, w, b: (lambda d: b + w * (d * torch.rsqrt((d * d).mean(-1, keepdim=True) + 1e-5)))(x - x.mean(-1, keepdim=True))
+)
+
+
+def spelled_in_float(x, w, b):
+    wide = x.float()
+    d = wide - wide.mean(-1, keepdim=True)
+    return (d * torch.rsqrt(d.pow(2).mean(-1, keepdim=True) + 1e-5)).to(BF) * w + b
+
+
+case("layer norm spelled: cast", {"layer_norm_spelled": 1}, X.to(BF), W.to(BF), B10.to(BF))(spelled_in_float)
+case("not layer norm: unbiased", {"layer_norm_spelled": 0}, X, W, B10)(lambda x, w, b: spelled(x, w, b, correction=1))
+case("not layer norm: other axis", {"layer_norm_spelled": 0}, randn(2, 10, 10), W, B10)(lambda x, w, b: spelled(x, w, b, dim=1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- linear
+
+
+W2, V2, B7 = randn(7, 10), randn(10, 7), randn(7)
+case("linear: addmm as Conv1D", {"linear_flattened": 1}, X, V2, B7)(lambda x, w, b: torch.addmm(b, x.view(-1, 10), w).view(2, 3, 7))
+case("linear: mm of a transposed weight", {"linear": 1}, X[0], W2)(lambda x, w: x @ w.T)
+case("linear: mm as stored", {"linear": 1}, X[0], V2)(lambda x, w: x @ w)
+case("linear: matmul, 3-D", {"linear_flattened": 1}, X, W2)(lambda x, w: x @ w.t())
+case("linear: matmul of what cannot be flattened", {"linear_batched": 1}, randn(2, 10, 3), W2)(lambda x, w: x.transpose(1, 2) @ w.T)
+case("linear: an activation next to it", {"linear": 1}, X[0], W2)(lambda x, w: torch.relu(x @ w.T))
+case("linear: regrouped by the view before", {"linear": 1}, randn(2, 5, 6), randn(10, 7))(lambda x, w: x.view(6, 10) @ w)
+case("not linear: alpha", {"linear": 0}, X[0], V2, B7)(lambda x, w, b: torch.addmm(b, x, w, alpha=2))
+case("not linear: beta", {"linear": 0}, X[0], V2, B7)(lambda x, w, b: torch.addmm(b, x, w, beta=0.5))
+case("not linear: bias a row", {"linear": 0}, X[0], V2, randn(3, 1))(lambda x, w, b: torch.addmm(b, x, w))
+case("not linear: integers", {"linear": 0}, torch.arange(6).view(2, 3), torch.arange(12).view(3, 4))(lambda x, w: x @ w)
+case("not linear: a batch of weights", {"linear_batched": 0}, X, randn(2, 10, 7))(lambda x, w: x @ w)
+
+
+def test_linear_keeps_the_leading_dimensions():
+    for fn, args in (
+        (lambda x, w, b: torch.addmm(b, x.view(-1, 10), w).view(2, 3, 7), (X, V2, B7)),
+        (lambda x, w: (x @ w.T).view(2, 3, 7, 1), (X, W2)),
+    ):
+        gm, _ = stages(fn, *args)
+        (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.dsi.linear.default)
+        assert node.args[0].meta["val"].shape == (2, 3, 10)
+
+
+def test_linear_with_a_view_that_merges_heads_before_it():
+    heads, w = randn(2, 5, 3, 2), randn(10, 7)
+    gm, context = stages(lambda x, w: (x.transpose(1, 2).reshape(2, 3, 10).reshape(6, 10) @ w).view(2, 3, 7), heads, w)
+    assert context.report.hits["linear_flattened"] == 1
+    (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.dsi.linear.default)
+    assert node.args[0].meta["val"].shape == (2, 3, 10)
+
+
+# ----------------------------------------------------------------------------------------------------------------- activations
+
+
+def gelu_new(x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def bloom_gelu(x):
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+GELUS = {
+    "gelu_erf": [
+        F.gelu,
+        lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+        lambda x: 0.5 * (x * (torch.erf(x * 0.7071067811865476) + 1)),
+    ],
+    "gelu_tanh": [lambda x: F.gelu(x, approximate="tanh"), gelu_new, bloom_gelu],
+    "gelu_quick": [lambda x: x * torch.sigmoid(1.702 * x), lambda x: torch.sigmoid(x * 1.702) * x],
+}
+
+
+@pytest.mark.parametrize("kind", GELUS)
+def test_gelu_by_kind(kind):
+    for spelling in GELUS[kind]:
+        gm, context = stages(lambda x, spelling=spelling: spelling(x), X)
+        assert context.report.hits["gelu"] == 1
+        (node,) = (n for n in gm.graph.nodes if n.op == "call_function")
+        assert node.args[1] == kind
+
+
+case("not gelu: other cube factor", {"gelu": 0}, X)(lambda x: 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.0447 * x.pow(3)))))
+case("not gelu: other root", {"gelu": 0}, X)(lambda x: 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * x.pow(3)))))
+case("not gelu: other half", {"gelu": 0}, X)(lambda x: 0.4 * x * (1.0 + torch.erf(x / math.sqrt(2.0))))
+case("not gelu: quick of another tensor", {"gelu": 0}, X, X + 1)(lambda x, y: y * torch.sigmoid(1.702 * x))
+case("silu: operator", {"silu": 1}, X)(lambda x: F.silu(x))
+case("silu: product", {"silu": 1, "gelu": 0}, X)(lambda x: torch.sigmoid(x) * x)
+case("not silu: sigmoid of another tensor", {"silu": 0}, X, X + 1)(lambda x, y: torch.sigmoid(x) * y)
+case("relu", {"relu": 1}, X)(lambda x: torch.relu(x))
+case("relu squared", {"relu": 1}, X)(lambda x: torch.relu(x).pow(2))
+case("not an activation: integers", {"relu": 0}, torch.arange(-3, 3))(lambda x: torch.relu(x))
+case("tanh", {"tanh": 1}, X)(lambda x: torch.tanh(x))
+case("gated: silu", {"gated": 1}, X, X + 1)(lambda g, u: u * F.silu(g))
+case("gated: gelu", {"gated": 1}, X, X + 1)(lambda g, u: gelu_new(g) * u)
+case("not gated: broadcast", {"gated": 0}, X, W)(lambda g, u: u * F.silu(g))
+case("not gated: mixed dtypes", {"gated": 0}, X.to(BF), X + 1)(lambda g, u: u * F.silu(g))
+
+
+def both(g, u):
+    a = F.silu(g)
+    return u * a, a.cos()
+
+
+case("not gated: the activation is read too", {"gated": 0}, X, X + 1)(both)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ rope
+
+
+Q = randn(2, 3, 5, 8)
+COS, SIN = randn(2, 5, 8), randn(2, 5, 8)
+
+
+def rotate_half(x):
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def rotate_pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+case("rope: half", {"rope": 1}, Q, COS, SIN)(lambda q, c, s: q * c.unsqueeze(1) + rotate_half(q) * s.unsqueeze(1))
+case("rope: half, commuted", {"rope": 1}, Q, COS, SIN)(lambda q, c, s: s[:, None] * rotate_half(q) + c[:, None] * q)
+case("rope: half by chunks", {"rope": 1}, Q, COS, SIN)(
+    lambda q, c, s: q * c[:, None] + torch.cat([-q.chunk(2, -1)[1], q.chunk(2, -1)[0]], -1) * s[:, None]
+)
+case("rope: interleaved", {"rope": 1}, Q, COS, SIN)(lambda q, c, s: q * c[:, None] + rotate_pairs(q) * s[:, None])
+case("rope: of a transposed value", {"rope": 1}, randn(2, 5, 3, 8), COS, SIN)(
+    lambda q, c, s: (lambda q: q * c[:, None] + rotate_half(q) * s[:, None])(q.transpose(1, 2))
+)
+case("not rope: the sign is on the other half", {"rope": 0}, Q, COS, SIN)(
+    lambda q, c, s: q * c[:, None] + torch.cat((q[..., 4:], -q[..., :4]), -1) * s[:, None]
+)
+case("not rope: not cut in the middle", {"rope": 0}, Q, COS, SIN)(
+    lambda q, c, s: q * c[:, None] + torch.cat((-q[..., 3:], q[..., :3]), -1) * s[:, None]
+)
+case("not rope: halves not exchanged", {"rope": 0}, Q, COS, SIN)(
+    lambda q, c, s: q * c[:, None] + torch.cat((-q[..., :4], q[..., 4:]), -1) * s[:, None]
+)
+case("not rope: another tensor is turned", {"rope": 0}, Q, Q + 1, COS, SIN)(lambda q, p, c, s: q * c[:, None] + rotate_half(p) * s[:, None])
+case("not rope: turned along another axis", {"rope": 0}, randn(2, 3, 8, 8), randn(8, 8), randn(8, 8))(
+    lambda q, c, s: q * c + torch.cat((-q[:, :, 4:], q[:, :, :4]), 2) * s
+)
+case("not rope: difference", {"rope": 0}, Q, COS, SIN)(lambda q, c, s: q * c[:, None] - rotate_half(q) * s[:, None])
+case("not rope: fp32 tables of a half value", {"rope": 0}, Q.to(BF), COS, SIN)(lambda q, c, s: q * c[:, None] + rotate_half(q) * s[:, None])
+case("not rope: pairs stacked the other way", {"rope": 0}, Q, COS, SIN)(
+    lambda q, c, s: q * c[:, None] + torch.stack((-q[..., 1::2], q[..., ::2]), -2).flatten(-2) * s[:, None]
+)
+
+
+def partial(q, c, s, turn=rotate_half, r=8, after=8):
+    head = q[..., :r]
+    return torch.cat([head * c[:, None] + turn(head) * s[:, None], q[..., after:]], -1)
+
+
+LONG = randn(2, 3, 5, 13)
+case("partial rope: half", {"rope": 1, "partial_rope": 1}, LONG, COS, SIN)(partial)
+case("partial rope: interleaved", {"rope": 1, "partial_rope": 1}, LONG, COS, SIN)(lambda q, c, s: partial(q, c, s, rotate_pairs))
+case("not partial rope: the tail starts later", {"rope": 1, "partial_rope": 0}, LONG, COS, SIN)(lambda q, c, s: partial(q, c, s, after=9))
+
+
+def tail_of_another(q, p, c, s):
+    head = q[..., :8]
+    return torch.cat([head * c[:, None] + rotate_half(head) * s[:, None], p[..., 8:]], -1)
+
+
+case("not partial rope: the tail of another tensor", {"rope": 1, "partial_rope": 0}, LONG, LONG + 1, COS, SIN)(tail_of_another)
+
+
+# ------------------------------------------------------------------------------------------------------------------- KV writes
+
+
+CACHE, POS, NEW = randn(2, 3, 7, 4), torch.tensor([4, 1]), randn(2, 3, 2, 4)
+
+
+def put(cache, pos, new, index=(None, None)):
+    return torch.ops.aten.index_put(cache, [*index, pos], new)
+
+
+case("kv write: index_copy", {"kv_write": 1}, CACHE, POS, NEW)(lambda c, p, n: torch.index_copy(c, 2, p, n))
+case("kv write: index_put", {"kv_write": 1}, CACHE, POS, NEW)(put)
+case("not kv write: broadcast values", {"kv_write": 0}, CACHE, POS, randn(2, 1))(put)
+case("not kv write: accumulated", {"kv_write": 0}, CACHE, POS, NEW)(lambda c, p, n: torch.ops.aten.index_put(c, [None, None, p], n, True))
+case("not kv write: two index tensors", {"kv_write": 0}, CACHE, POS, randn(2, 3, 4))(
+    lambda c, p, n: torch.ops.aten.index_put(c, [None, p % 3, p], n[:, 0, None, :].expand(2, 2, 4).clone())
+)
+case("not kv write: a matrix of positions", {"kv_write": 0}, CACHE, torch.tensor([[4, 1]]), randn(2, 3, 1, 2, 4))(put)
+case("not kv write: a bool mask", {"kv_write": 0}, CACHE, torch.arange(7) > 4, NEW)(put)
+case("embedding", {"embedding": 1}, randn(9, 4), torch.tensor([[3, 8], [0, 1]]))(lambda t, i: F.embedding(i, t, padding_idx=0))
+
+
+# ------------------------------------------------------------------------------------------------------------------- normalise
+
+
+case("cast there and back", {"cast_chain": 1, "no_op_cast": 0}, X.to(BF))(lambda x: x.float().to(BF).cos())
+case("not a cast chain: it rounds", {"cast_chain": 0}, X)(lambda x: x.to(BF).float().cos())
+case("x * 1", {"neutral_element": 1}, X)(lambda x: (x * 1.0).cos())
+case("integers + 0", {"neutral_element": 1}, torch.arange(6))(lambda x: (x + 0) * 2)
+case("not neutral: floats + 0", {"neutral_element": 0}, X)(lambda x: (x + 0).cos())
+case("not neutral: integers * 1.0", {"neutral_element": 0}, torch.arange(6))(lambda x: (x * 1.0).cos())
+case("no-op view", {"no_op_view": 1}, X)(lambda x: x.view(2, 3, 10).cos())
+case("no-op slice", {"no_op_view": 1}, X)(lambda x: torch.ops.aten.slice(x, 1, 0, 9).cos())
+case("not a no-op: a square transposed", {"no_op_view": 0}, randn(5, 5))(lambda x: x.t().cos())
+case("not a no-op: shifted", {"no_op_view": 0}, X)(lambda x: x[:, 1:].cos())
+case("outer product: bmm", {"outer_product": 1}, randn(4), torch.arange(3).view(1, 3))(
+    lambda f, p: (f[None, :, None].expand(1, -1, 1).float() @ p[:, None, :].float()).transpose(1, 2)
+)
+case("not an outer product: K = 2", {"outer_product": 0}, randn(2, 4, 2), randn(2, 2, 3))(lambda a, b: a @ b)
+case("split", {"split_spelling": 3}, X)(lambda x: [p.cos() for p in x.split([2, 3, 5], -1)])
+case("chunk", {"split_spelling": 2}, X)(lambda x: [p.cos() for p in x.chunk(2, -1)])
+case("unbind", {"split_spelling": 3}, X)(lambda x: [p.cos() for p in x.unbind(1)])
+
+
+def test_minus_zero_survives():
+    minus = torch.tensor([-0.0, 0.0])
+    for fn in (lambda x: x * 1.0 * 2, lambda x: (x + 0) * 2, lambda x: (x - 0) * 2):
+        gm, _ = stages(fn, minus)
+        assert torch.equal(torch.signbit(gm(minus)), torch.signbit(fn(minus)))
+
+
+def test_the_copy_behind_dropout_goes_and_returned_copies_stay():
+    gm, _ = stages(lambda x: (F.dropout(x, 0.1, training=False).cos(), x.clone()), X)
+    assert aten_graphs.targets(gm) == ["aten.cos.default", "aten.clone.default"]
+
+
+def test_a_layout_that_a_copy_makes_is_kept():
+    gm, _ = stages(lambda x: x.transpose(1, 2).contiguous().view(2, 30) * 2, X)
+    assert "aten.clone.default" in aten_graphs.targets(gm)
+
+
+@pytest.mark.parametrize("size", [(2, 3, 10), (5, 7, 10)])
+def test_symbolic_sizes(size):
+    def fn(x, w, v, b):
+        y = rms(x, w)
+        return torch.addmm(b, y.view(-1, y.size(-1)), v).view(*y.shape[:-1], 7)
+
+    x = randn(*size)
+    gm, context = stages(fn, x, W, V2, B7, symbolic=True)
+    assert (context.report.hits["rms_norm"], context.report.hits["linear_flattened"]) == (1, 1)
+    other = randn(3, 11, 10)
+    torch.testing.assert_close(gm(other, W, V2, B7), fn(other, W, V2, B7), rtol=1e-4, atol=1e-5)
