@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
 TESTS ?= tests
 # Two workers on two cores: one thread each, or they fight.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) --dist loadgroup
 ARGS ?=
 
 .PHONY: help setup demo test test-all lint format clean
