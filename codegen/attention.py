@@ -10,14 +10,13 @@ from dataclasses import replace
 
 import sympy
 import torch
-
 from dsi.ir import tile as t
 
 from .builder import Block, Builder, triton_type
+from .columns import ceil_div
 from .cost import power_of_two
 from .integers import normalise
 from .kernel import Choice
-from .columns import ceil_div
 from .pointwise import literal
 from .printer import Bound, Printer, Text, Tile, conjunction
 from .statistics import divisible
@@ -222,5 +221,3 @@ class Attention:
         loop.line(f"out = tl.dot({weights}, {v}, out * {decay}[:, None]{self.ieee})")
         loop.line(f"top = {new}")
         builder.body.attach(f"for j0 in range({first}, {end}, BLOCK_J):", loop)
-
-

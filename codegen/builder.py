@@ -7,7 +7,6 @@ import re
 
 import sympy
 import torch
-
 from dsi.ir.errors import refuse
 from dsi.ir.tile import KernelSpec, Tensor
 

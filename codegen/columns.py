@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import sympy
-
 from dsi.ir import tile as t
 
 from .integers import Limits, Quotient, Remainder, normalise
@@ -98,12 +97,17 @@ def columns_of(segment: t.Segment) -> tuple[Columns, ...]:
     for parts in range(1, (MOST_PARTS_TOGETHER if norms else MOST_PARTS) + 1) if size.is_Integer else (1,):
         if hold % parts or (parts > 1 and any(int(r.size) != hold for r in segment.reductions)):
             continue
-        together = Columns(size, hold, hold // parts, parts, held=norms)
-        partners = [_partners(segment, together, part) for part in range(parts)]
-        if None in partners:
-            continue
-        sets = [] if norms else _sets(together, partners)
-        return tuple(sets) or (together,) if norms or sets or parts <= MOST_PARTS_TOGETHER else (Columns(size, hold, hold, held=True),)
+        # Parts of whole runs of a group's columns; or of every so-manieth column.
+        for group in (hold,) if norms or parts in (1, hold) else (hold, parts):
+            together = Columns(size, group, group // parts, parts, held=norms)
+            partners = [_partners(segment, together, part) for part in range(parts)]
+            if None in partners:
+                continue
+            sets = [] if norms else _sets(together, partners)
+            if sets:
+                return tuple(sets)
+            if norms or parts <= MOST_PARTS_TOGETHER:
+                return (together,)
     return (Columns(size, hold, hold, held=True),)
 
 
@@ -137,8 +141,10 @@ def _sets(columns: Columns, partners: list[frozenset[int] | None]) -> list[Colum
         if count > MOST_PARTS_TOGETHER:
             return []
         if count == 1:
-            while part + count < columns.parts and partners[part + count] == {part + count} and not any(
-                part + count in other for other in partners[part + count + 1 :]
+            while (
+                part + count < columns.parts
+                and partners[part + count] == {part + count}
+                and not any(part + count in other for other in partners[part + count + 1 :])
             ):
                 count += 1
             sets.append(replace(columns, lanes=columns.lanes * count, parts=1, offset=part * columns.lanes))

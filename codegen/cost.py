@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import sympy
 import torch
-
 from dsi.ir import tile as t
 
 from .columns import columns_of
@@ -25,15 +24,19 @@ TYPICAL = 512
 # Candidates. Linear: (block_m, block_n, block_k, warps, stages); rows are filtered to what a variant can have, the rest is ranked by the model.
 TILES_16 = (
     (16, 32, 128, 4, 3),
-    (16, 64, 128, 4, 3),
+    (16, 64, 64, 4, 4),
     (16, 128, 64, 4, 3),
     (32, 64, 64, 4, 3),
     (64, 64, 64, 4, 3),
+    (64, 64, 64, 8, 3),
     (64, 128, 64, 4, 3),
     (128, 64, 64, 4, 3),
+    (128, 64, 64, 8, 3),
     (128, 128, 64, 8, 3),
 )
 TILES_32 = ((16, 32, 32, 4, 2), (16, 64, 32, 4, 2), (32, 32, 32, 4, 2), (32, 64, 32, 4, 2), (64, 64, 16, 8, 2))
+# fp32 sums a thread holds; fewer where the epilogue works on several parts at once.
+SUMS_A_THREAD, SUMS_A_THREAD_IN_PARTS = 64, 32
 # Attention: (block_m, keys a step, warps, stages).
 ATTENTION_TILES = (
     (16, 64, 4, 2),
@@ -169,7 +172,7 @@ def evaluate(formula: sympy.Expr, plan: t.Plan, rows: int) -> float:
         (some, *others) = sorted(symbol.free_symbols, key=str)
         formula = sympy.expand(formula.subs(some, marker * some / symbol)) if not others else formula.subs(symbol, marker)
         formula = formula.subs(marker, rows)
-    return float(formula.subs({s: TYPICAL for s in formula.free_symbols}))
+    return float(formula.subs(dict.fromkeys(formula.free_symbols, TYPICAL)))
 
 
 def predict(spec: t.KernelSpec, choice: Choice, device: Device = H200) -> float:
@@ -269,23 +272,26 @@ def _gemv_candidates(plan: t.LinearPlan, rows: int) -> Iterator[Choice]:
 
 def _tiled_candidates(plan: t.LinearPlan, rows: int | None) -> Iterator[Choice]:
     group, windows = held_lanes(plan), accumulators(plan)
+    parts = max(columns.parts for segment in plan.segments for columns in columns_of(segment))
+    wide = plan.x_dtype.itemsize == 4
     inner = max(power_of_two(typical(plan.inner)), 16)
     found = False
-    for block_m, block_n, block_k, warps, stages in TILES_32 if plan.x_dtype.itemsize == 4 else TILES_16:
+    for block_m, block_n, block_k, warps, stages in TILES_32 if wide else TILES_16:
         if rows is not None and block_m > max(power_of_two(rows), 16):
             continue
-        if rows is None and block_m < (32 if plan.x_dtype.itemsize == 4 else 64):
+        if rows is None and block_m < (32 if wide else 64) and group == 1:
             continue
-        while block_n > 32 and windows * block_m * block_n > warps * 2048:
+        budget = warps * 32 * (SUMS_A_THREAD if parts == 1 else SUMS_A_THREAD_IN_PARTS)
+        while block_n > 16 and windows * block_m * block_n > budget:
             block_n //= 2
         if block_n < group:
-            if block_m * group * windows > warps * 2048 or (group > 128 and block_m > 16):
-                continue
             block_n = group
+        if windows * block_m * block_n > budget:
+            continue
         found = True
         yield Choice("tiled", rows, block_m, block_n, min(block_k, inner), _statistics_block(plan, block_m, warps), warps, stages)
     if not found:
-        yield Choice("tiled", rows, 16, max(group, 32), min(32, inner), _statistics_block(plan, 16, 8), 8, 2)
+        yield Choice("tiled", rows, 16, max(group, 16), min(32, inner), _statistics_block(plan, 16, 8), 8, 2)
 
 
 def _statistics_block(plan: t.LinearPlan, block_m: int, warps: int) -> int:

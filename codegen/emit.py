@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Callable
 
 import sympy
-
 from dsi.ir import tile as t
 
 from . import cost
@@ -15,8 +15,12 @@ from .builder import Builder, triton_type
 from .devices import H200, Device
 from .kernel import Choice, Kernel, Launch, digest_of
 from .linear import Linear
+from .pointwise import HELPERS
 from .row import Row
 
+# Module-level names of a kernel's file.
+RESERVED = {*keyword.kwlist, *HELPERS, "tl", "triton"}
+REGISTERS = 65536  # of one processor, every architecture since Kepler
 Write = Callable[[t.KernelSpec, Choice], tuple[Builder, tuple[sympy.Expr, ...]]]
 
 
@@ -35,11 +39,12 @@ def generate(spec: t.KernelSpec, choice: Choice | None = None, device: Device = 
 
 def _kernel(spec: t.KernelSpec, choice: Choice, device: Device) -> Kernel:
     builder, grid = SCHEDULES[choice.schedule](spec, choice)
-    entry = re.sub(r"\W", "_", spec.name) or "kernel"
-    if entry[0].isdigit():
-        entry = "k" + entry
+    entry = spec.name if spec.name.isidentifier() else re.sub(r"\W", "_", f"k_{spec.name}")
+    entry = f"{entry}_kernel" if entry in RESERVED else entry
     arguments, _ = builder.arguments()
-    launch = Launch(entry, arguments, dict(builder.constants), grid, choice.num_warps, choice.num_stages)
+    # Without a stated limit ptxas may spill a few registers to fit one more block on a processor.
+    options = {"enable_fp_fusion": True, "maxnreg": min(255, REGISTERS // (32 * choice.num_warps))}
+    launch = Launch(entry, arguments, dict(builder.constants), grid, choice.num_warps, choice.num_stages, options)
     parts = [
         header(spec, choice, builder, device),
         "import triton\nimport triton.language as tl\n",

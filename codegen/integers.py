@@ -90,7 +90,9 @@ def interval(expr: sympy.Basic, limits: Limits) -> Range:
     if isinstance(expr, Quotient):
         (low, high), n = interval(expr.args[0], limits), expr.args[1]
         by = int(n) if n.is_Integer else 1
-        return (low // by if low is not None and by > 1 else min(low, 0) if low is not None else None), high // by if high is not None else None
+        return (
+            low // by if low is not None and by > 1 else min(low, 0) if low is not None else None
+        ), high // by if high is not None else None
     if isinstance(expr, Remainder):
         (low, high), n = interval(expr.args[0], limits), expr.args[1]
         tops = [top for top in (high, int(n) - 1 if n.is_Integer else None) if top is not None]

@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import sympy
 import torch
-
 from dsi.ir import tile as t
 from dsi.ir.errors import refuse
 
 from .builder import Block, Builder, triton_type
-from .columns import U, Columns, ceil_div, columns_of
+from .columns import Columns, U, ceil_div, columns_of
 from .integers import normalise
 from .kernel import Choice
 from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction
@@ -37,8 +36,8 @@ class Linear:
         rows = sympy.sympify(self.plan.rows)
         # One row: the row symbol is 0 and tiles have one axis less.
         self.single = self.gemv and (rows == 1 or choice.max_rows == 1)
-        self.one_block = (
-            choice.max_rows is not None and choice.max_rows <= choice.block_m or rows.is_Integer and int(rows) <= choice.block_m
+        self.one_block = (choice.max_rows is not None and choice.max_rows <= choice.block_m) or (
+            rows.is_Integer and int(rows) <= choice.block_m
         )
         self.limits = {t.R: (rows,), t.K: (sympy.sympify(self.plan.inner),)}
         if choice.max_rows is not None:
@@ -106,7 +105,9 @@ class Linear:
             block = Block(body)
             names = ", ".join(self.spec.outputs[s.output].name for s in segment.stores)
             lanes = f", channels {columns.offset} to {columns.offset + columns.lanes * columns.parts} of {columns.hold}"
-            block.comment(f"segment {number} ({names}), {segment.size} columns{lanes if columns.lanes * columns.parts != columns.hold else ''}")
+            block.comment(
+                f"segment {number} ({names}), {segment.size} columns{lanes if columns.lanes * columns.parts != columns.hold else ''}"
+            )
             self.segment(block, segment, columns, start, statistics)
             start += columns.programs(choice.block_n)
             end = Printer(self.builder, body, Tile((), {})).integer(normalise(start))
@@ -144,9 +145,7 @@ class Linear:
                 printer.store(store)
         body.attach(f"if {self.program} == 0:", part)
 
-    def over_k(
-        self, outer: Printer, layout: str, block: int, constant: str, statistics: Bases
-    ) -> AbstractContextManager[Printer]:
+    def over_k(self, outer: Printer, layout: str, block: int, constant: str, statistics: Bases) -> AbstractContextManager[Printer]:
         """A loop over the contracted dimension in steps of `block` (no loop where one step covers it), printing over `layout`."""
         inner = sympy.sympify(self.plan.inner)
         names = self.builder.names
@@ -197,7 +196,9 @@ class Linear:
 
     def part(self, tile: Tile, columns: Columns, part: int) -> Tile:
         """The tile for one part's columns."""
-        return replace(tile, fixed={**tile.fixed, t.C: columns.column(part)}, limits={**tile.limits}, statistics=dict(tile.statistics), part=part)
+        return replace(
+            tile, fixed={**tile.fixed, t.C: columns.column(part)}, limits={**tile.limits}, statistics=dict(tile.statistics), part=part
+        )
 
     def positions(self, body: Block, columns: Columns, start: sympy.Expr) -> tuple[str, bool, str]:
         """Writes the program's positions: their name, whether they need a mask (`…_in`), and the condition that a lane is no padding."""
@@ -224,7 +225,9 @@ class Linear:
             body.line(f"{c}_in = {conjunction(masks) if len(masks) > 1 else masks[0]}")
         return c, bool(masks), lane_in
 
-    def accumulate(self, body: Block, segment: t.Segment, columns: Columns, c: str, masked: bool, statistics: Bases) -> dict[tuple[int, int], str]:
+    def accumulate(
+        self, body: Block, segment: t.Segment, columns: Columns, c: str, masked: bool, statistics: Bases
+    ) -> dict[tuple[int, int], str]:
         """The loop over the contracted dimension; returns the fp32 sums by window and part, [rows, columns] (or [columns] for a single row)."""
         names, gemv = self.builder.names, self.gemv
         sums: dict[tuple[int, int], str] = {}

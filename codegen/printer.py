@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import sympy
 import torch
-
 from dsi.ir import tile as t
 from dsi.ir.pointwise import POINTWISE
 
@@ -312,9 +311,9 @@ class Printer:
         else:
             text = self._make(expr, point, guard)
             often = self.uses[key[0]] > 1 and isinstance(expr, (t.Op, t.Index, t.Test))
-            if text.number is None and text.strength < ATOM and (name or often or len(text.code) > LINE):
-                text = self.statement(text.code, text.axes, "v")
-            elif text.number is None and isinstance(expr, t.Op) and (often or name) and not text.code.isidentifier():
+            if (text.number is None and text.strength < ATOM and (name or often or len(text.code) > LINE)) or (
+                text.number is None and isinstance(expr, t.Op) and (often or name) and not text.code.isidentifier()
+            ):
                 text = self.statement(text.code, text.axes, "v")
         self.values[key] = text
         return text
@@ -388,9 +387,7 @@ class Printer:
                 self._exposed[key] = own or any(self.exposed(part, point) for part in children(expr))
         return self._exposed[key]
 
-    def load(
-        self, expr: t.Load, point: Point = (), guard: Guard = (), raw: bool = False, hint: str = "", policy: str = ""
-    ) -> Text:
+    def load(self, expr: t.Load, point: Point = (), guard: Guard = (), raw: bool = False, hint: str = "", policy: str = "") -> Text:
         """A load, masked where it may lie outside of the tensor; floats come as fp32 unless `raw`."""
         tensor = self.builder.spec.inputs[expr.input]
         pointer = self.builder.input(expr.input)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import sympy
-
 from dsi.ir import tile as t
 
 from .builder import Builder
+from .columns import ceil_div
 from .integers import normalise
 from .kernel import Choice
-from .columns import ceil_div
 from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile
 from .statistics import Straight, divisible, row_statistics
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import sympy
-
 from dsi.ir import tile as t
 from dsi.ir.errors import refuse
 
@@ -112,9 +111,7 @@ def row_statistics(
     return bases
 
 
-def held_statistics(
-    printers: Sequence[Printer], reductions: tuple[t.Reduction, ...], columns: Columns, block_n: int, lane_in: str
-) -> None:
+def held_statistics(printers: Sequence[Printer], reductions: tuple[t.Reduction, ...], columns: Columns, block_n: int, lane_in: str) -> None:
     """Statistics over each group of columns, from the tiles of all parts, entered in each part's tile. A group may be a part of what is held."""
     tile, body, names = printers[0].tile, printers[0].block, printers[0].builder.names
     axis = len(tile.shape) - 1
@@ -141,7 +138,9 @@ def held_statistics(
 
         def total(codes: list[str], count: int = count, shape: str = shape) -> str:
             """The sum over a group's lanes in every part."""
-            return " + ".join(f"tl.sum(tl.reshape({code}, {shape}), {axis + 1})" if count > 1 else f"tl.sum({code}, {axis})" for code in codes)
+            return " + ".join(
+                f"tl.sum(tl.reshape({code}, {shape}), {axis + 1})" if count > 1 else f"tl.sum({code}, {axis})" for code in codes
+            )
 
         def masked(text: Text) -> str:
             code = text.code if text.axes == axes else f"tl.broadcast_to({text.code}, {tile.dims(axes)})"

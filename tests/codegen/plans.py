@@ -5,10 +5,9 @@ from __future__ import annotations
 import sympy
 import torch
 import torch.nn.functional as F
-from sympy import Mod, floor
-
 from dsi.ir import ops
 from dsi.ir import tile as t
+from sympy import Mod, floor
 
 from .support import Case, cast, const, op
 
@@ -59,13 +58,17 @@ def rope_epilogue(case: Case, body: t.Expr, cos: t.Expr, sin: t.Expr, d: int, ro
     return roped if rotary == d else op("where", t.Test(lane < rotary), roped, body, dtype=case.dtype)
 
 
-def llama_qkv(dtype, batch=2, length=3, heads=4, kv_heads=2, d=16, hidden=64, cache=11, symbolic=False, qk_norm=False, style="half", seed=0) -> Case:
+def llama_qkv(
+    dtype, batch=2, length=3, heads=4, kv_heads=2, d=16, hidden=64, cache=11, symbolic=False, qk_norm=False, style="half", seed=0
+) -> Case:
     """RMSNorm, three linears, optional norm of each head, rope, and the new keys and values written into their caches."""
     (b, s), values = sizes(symbolic, batch=batch, length=length)
     case = Case("llama_qkv", dtype, values, seed)
     x = case.input("x", (b, s, hidden), scale=3.0)
     norm = case.input("norm_weight", (hidden,), shift=1.0, scale=0.3)
-    wq, wk, wv = (case.input(f"{n}_weight", (h * d, hidden), scale=hidden**-0.5) for n, h in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+    wq, wk, wv = (
+        case.input(f"{n}_weight", (h * d, hidden), scale=hidden**-0.5) for n, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
     cos, sin = (case.input(n, (s, d), dtype=torch.float32) for n in ("cos", "sin"))
     pos = case.input("positions", (s,), dtype=torch.int64, values=torch.randperm(cache)[:length])
     # Caches as a StaticCache slice would be: longer rows than heads need.
@@ -105,10 +108,14 @@ def llama_qkv(dtype, batch=2, length=3, heads=4, kv_heads=2, d=16, hidden=64, ca
     segments = (
         t.Segment(sympy.Integer(heads * d), (t.WeightWindow(wq, C),), (t.Store(out_q, at(row[1]), q_value, dtype),), d, q_held),
         t.Segment(sympy.Integer(kv_heads * d), (t.WeightWindow(wk, C),), (t.Store(out_k, at(position), k_value, dtype, kc),), d, k_held),
-        t.Segment(sympy.Integer(kv_heads * d), (t.WeightWindow(wv, C),), (t.Store(out_v, at(position), cast(t.Window(0), dtype), dtype, vc),)),
+        t.Segment(
+            sympy.Integer(kv_heads * d), (t.WeightWindow(wv, C),), (t.Store(out_v, at(position), cast(t.Window(0), dtype), dtype, vc),)
+        ),
     )
     plan = t.LinearPlan(b * s, sympy.Integer(hidden), prologue, dtype, segments, reductions)
-    return case.finish(plan, ["rms_norm = dsi.rms_norm(x, norm_weight)", "q = dsi.linear(rms_norm, q_weight)"], ["model.py:12  q = self.q_proj(x)"])
+    return case.finish(
+        plan, ["rms_norm = dsi.rms_norm(x, norm_weight)", "q = dsi.linear(rms_norm, q_weight)"], ["model.py:12  q = self.q_proj(x)"]
+    )
 
 
 def gpt2_qkv(dtype, batch=1, length=5, heads=2, d=24, symbolic=False, seed=0) -> Case:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import sympy
 import torch
-
 from dsi.codegen import Choice, Kernel, generate
 from dsi.codegen.integers import normalise
 from dsi.ir import tile as t
@@ -54,7 +53,9 @@ class Case:
         storage = torch.full((extent,), float("nan") if dtype.is_floating_point else 0).to(dtype)
         return t.Tensor(name, sizes, strides, dtype), storage.as_strided(real_sizes, real_strides)
 
-    def input(self, name: str, sizes, dtype=None, strides=None, scale: float = 1.0, shift: float = 0.0, values: torch.Tensor | None = None) -> int:
+    def input(
+        self, name: str, sizes, dtype=None, strides=None, scale: float = 1.0, shift: float = 0.0, values: torch.Tensor | None = None
+    ) -> int:
         """Adds an input of random (or the given) values; returns its number."""
         spec, tensor = self._make(name, sizes, dtype or self.dtype, strides)
         if values is None:
@@ -196,7 +197,7 @@ def resources(case: Case, kernel: Kernel, capability: int) -> dict[str, int]:
             tensors = case.spec.inputs if argument.kind == "input" else case.spec.outputs
             signature[name] = "*" + _TYPES[tensors[argument.number].dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]
-        signature.update({name: "constexpr" for name in launch.constants})
+        signature.update(dict.fromkeys(launch.constants, "constexpr"))
         source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=dict(launch.constants), attrs=attributes)
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
