@@ -115,7 +115,7 @@ def digits_of(base: sympy.Symbol, order: Sequence[sympy.Symbol], sizes: dict[sym
 class Renderer:
     """Writes expressions over atoms as expressions over the flat indices that the atoms are digits of.
 
-    Runs of neighbouring digits with matching coefficients become one digit, so that `h * D + d` of a column reads `c` again.
+    Neighbouring digits with matching coefficients are joined, so that `h * D + d` of a column reads `c` again.
     """
 
     def __init__(self, space: Space, digits: dict[sympy.Symbol, Digit]):
@@ -143,38 +143,12 @@ class Renderer:
         return expr.func(*args)
 
     def _sum(self, expr: sympy.Expr) -> sympy.Expr:
-        runs: dict[sympy.Symbol, list[tuple[Digit, sympy.Expr]]] = {}
-        parts: list[sympy.Expr] = []
+        parts = []
         for term in sympy.Add.make_args(expr):
             factors = sympy.Mul.make_args(term)
-            bare = [f for f in factors if f in self.digits]
-            if len(bare) == 1 and len(term.free_symbols & self.digits.keys()) == 1:
-                digit = self.digits[bare[0]]
-                runs.setdefault(digit.base, []).append((digit, product(f for f in factors if f is not bare[0])))
-            else:
-                parts.append(sympy.Mul(*(self._digit(self.digits[f]) if f in self.digits else self(f) for f in factors)))
-        for run in runs.values():
-            parts.extend(coefficient * self._digit(digit) for digit, coefficient in _merge(run))
+            parts.append(sympy.Mul(*(self._digit(self.digits[f]) if f in self.digits else self(f) for f in factors)))
         return self.space.join(sympy.Add(*parts))
 
     def _digit(self, digit: Digit) -> sympy.Expr:
         value = self.space.floordiv(digit.base, digit.place)
         return value if digit.top else self.space.mod(value, digit.size)
-
-
-def _merge(run: list[tuple[Digit, sympy.Expr]]) -> list[tuple[Digit, sympy.Expr]]:
-    """Neighbouring digits of one base with matching coefficients, as one digit."""
-    left = list(run)
-    merged = True
-    while merged:
-        merged = False
-        for low, low_scale in left:
-            for high, high_scale in left:
-                if high is not low and high.place == low.place * low.size and high_scale == low_scale * low.size:
-                    left = [entry for entry in left if entry[0] is not low and entry[0] is not high]
-                    left.append((Digit(low.base, low.place, low.size * high.size, high.top), low_scale))
-                    merged = True
-                    break
-            if merged:
-                break
-    return left
