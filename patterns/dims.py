@@ -16,6 +16,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 def same_size(a: Any, b: Any) -> bool:
     """Whether two sizes are known to be equal, without a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
     return bool(statically_known_true(a == b))
 
 

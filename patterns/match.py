@@ -130,14 +130,14 @@ class Match:
         """Refuses unless the parameters are what `dims`, `dtypes` and `literals` say. Raises `Refused`."""
         for name in self._compiled.rule.literals:
             value = self._env.get(name)
-            self.require(
-                not isinstance(value, (fx.Node, torch.Tensor)), f"{name} is {value}, computed in the graph; the rule wants a literal"
-            )
+            if isinstance(value, (fx.Node, torch.Tensor)):
+                raise refuse(f"{name} is {value}, computed in the graph; the rule wants a literal", rule=self._compiled.name)
         for name, spec in self._compiled.dims.items():
             if self._env.get(name) is None:
                 continue
             value = _value(self._env[name])
-            self.require(isinstance(value, torch.Tensor), f"{name} is {value!r}, which is no tensor")
+            if not isinstance(value, torch.Tensor):
+                raise refuse(f"{name} is {value!r}, which is no tensor", rule=self._compiled.name)
             reason = self._solver.add(name, spec, value.shape)
             self.require(reason is None, reason or "")
         reason = self._solver.finish()

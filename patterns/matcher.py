@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,11 +87,11 @@ class Matcher:
             if isinstance(actual, (list, tuple)) and len(actual) == len(pattern):
                 yield from self._sequence(list(zip(pattern, actual, strict=True)), state)
             else:
-                self._fail(state, f"a list of {len(pattern)} was expected, {_show(actual)} found")
+                self._fail(state, lambda: f"a list of {len(pattern)} was expected, {_show(actual)} found")
         elif equal_literals(pattern, actual):
             yield
         else:
-            self._fail(state, f"the constant {pattern!r} was expected, {_show(actual)} found")
+            self._fail(state, lambda: f"the constant {pattern!r} was expected, {_show(actual)} found")
 
     def _labelled(self, label: str, actual: Any, state: State, matches: Iterator[None]) -> Iterator[None]:
         for _ in matches:
@@ -111,7 +111,7 @@ class Matcher:
     def _variable(self, name: str, actual: Any, state: State) -> Iterator[None]:
         if name not in state.env:
             if actual is None:
-                self._fail(state, f"{name} is not given")
+                self._fail(state, lambda: f"{name} is not given")
                 return
             state.env[name] = actual
             yield
@@ -119,7 +119,7 @@ class Matcher:
         elif state.env[name] is actual or equal_literals(state.env[name], actual):
             yield
         else:
-            self._fail(state, f"{name} is {_show(state.env[name])} elsewhere and {_show(actual)} here")
+            self._fail(state, lambda: f"{name} is {_show(state.env[name])} elsewhere and {_show(actual)} here")
 
     def _either(self, pattern: Either, actual: Any, state: State) -> Iterator[None]:
         known = state.tags.get(pattern.tag)
@@ -138,10 +138,10 @@ class Matcher:
             if state.calls[id(pattern)] is actual:
                 yield
             else:
-                self._fail(state, f"{pattern.op.name} is {_show(state.calls[id(pattern)])} elsewhere and {_show(actual)} here")
+                self._fail(state, lambda: f"{pattern.op.name} is {_show(state.calls[id(pattern)])} elsewhere and {_show(actual)} here")
             return
         if not isinstance(actual, fx.Node) or actual.op != "call_function" or actual.target not in pattern.op.overloads:
-            self._fail(state, f"{pattern.op.name} was expected, {_show(actual)} found", actual)
+            self._fail(state, lambda: f"{pattern.op.name} was expected, {_show(actual)} found", actual)
             return
         state.calls[id(pattern)] = actual
         state.nodes.append(actual)
@@ -161,7 +161,9 @@ class Matcher:
                 continue
             accepted = pattern.op.fixed.get(p.name, p.default)
             if not equal_literals(accepted, named[p.name]):
-                self._fail(state, f"argument {p.name} of {_show(node)} is {_show(named[p.name])}, of which the pattern says nothing")
+                self._fail(
+                    state, lambda p=p: f"argument {p.name} of {_show(node)} is {_show(named[p.name])}, of which the pattern says nothing"
+                )
                 return
         if pattern.op.commutative:
             # A call on a literal and a tensor has one spelling only, but a pattern may have been written either way.
@@ -188,10 +190,10 @@ class Matcher:
         for _ in self._match(pattern, actual, state):
             yield from self._sequence(rest, state)
 
-    def _fail(self, state: State, reason: str, node: Any = None) -> None:
+    def _fail(self, state: State, reason: Callable[[], str], node: Any = None) -> None:
         depth = len(state.nodes)
         if depth > self.failure.depth:
-            self.failure.note(depth, node if isinstance(node, fx.Node) else (state.nodes[-1] if state.nodes else None), reason)
+            self.failure.note(depth, node if isinstance(node, fx.Node) else (state.nodes[-1] if state.nodes else None), reason())
 
 
 def equal_literals(a: Any, b: Any) -> bool:
