@@ -1,0 +1,206 @@
+"""`python -m bench decode|prefill|regions|linear|attention|compile`: speed on this machine beside eager PyTorch and torch.compile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+Against = Annotated[str, typer.Option(help="Comparators, by commas (bench/comparators.py names them).")]
+Json = Annotated[Path | None, typer.Option("--json", help="File for everything that was measured.")]
+Seconds = Annotated[float | None, typer.Option("--budget", help="Seconds that the run may take; what no longer fits is skipped.")]
+Blocks = Annotated[int, typer.Option(min=1, help="Interleaved blocks of which the median is taken.")]
+Dtype = Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; left out: the case's own.")]
+Small = Annotated[bool, typer.Option("--small", help="Toy sizes, to try the harness anywhere.")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Layers of each model; left out: as in bench/shapes.py.")]
+Batches = Annotated[str, typer.Option(help="Batch sizes, by commas.")]
+Cases = Annotated[str, typer.Option(help="Models, by commas (bench/shapes.py).")]
+
+
+def settings(against: str, blocks: int, dtype: str | None, small: bool, budget: float | None, json: Path | None):
+    """The settings of a command; a mistake in them ends it before anything is measured."""
+    import torch
+
+    from bench.comparators import DTYPES, sides_of
+    from bench.report import Settings
+    from bench.timing import Budget
+
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    try:
+        sides = sides_of(against)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return Settings(sides, blocks, dtype, small, "cuda" if torch.cuda.is_available() else "cpu", Budget(budget), json)
+
+
+def numbers(text: str) -> list[int]:
+    """Integers from a list with commas."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of numbers") from None
+
+
+def models(text: str, decoders: bool = False) -> list[str]:
+    """Names of shapes from a list with commas."""
+    from bench.shapes import SHAPES
+
+    known = [name for name, shape in SHAPES.items() if not decoders or shape.family != "bert"]
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"unknown model {', '.join(unknown)}; known: {', '.join(known)}")
+    return names
+
+
+@app.command("decode")
+def decode_command(
+    cases: Cases = "gpt2,gpt2-xl,llama-3.2-1b,llama-7b,llama-3-8b,bert-large",
+    batches: Batches = "1",
+    layers: Layers = None,
+    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
+    live: Annotated[int | None, typer.Option(help="Tokens in the cache when a step begins; left out: all but a block's.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of an encoder's input.")] = 128,
+    against: Against = "eager,default,reduce-overhead,max-autotune-no-cudagraphs,dsi,dsi-reduce-overhead",
+    blocks: Blocks = 5,
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+) -> None:
+    """One token's step of each decoder over a static cache; one pass of each encoder."""
+    from bench import decode
+
+    shared = settings(against, blocks, dtype, small, budget, json)
+    if small:
+        cache, length, live = min(cache, 32), min(length, 16), None if live is None else min(live, 22)
+    decode.run(shared, models(cases), numbers(batches), layers, cache, live, length)
+
+
+@app.command("prefill")
+def prefill_command(
+    cases: Cases = "llama-3-8b",
+    batches: Batches = "1",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, by commas.")] = "512,2048",
+    layers: Layers = None,
+    against: Against = "eager,default,max-autotune-no-cudagraphs,dsi",
+    blocks: Blocks = 5,
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+) -> None:
+    """The prompt into an empty static cache."""
+    from bench import prefill
+
+    shared = settings(against, blocks, dtype, small, budget, json)
+    prefill.run(shared, models(cases, decoders=True), numbers(batches), [12] if small else numbers(lengths), layers)
+
+
+@app.command("regions")
+def regions_command(
+    widths: Annotated[str, typer.Option(help="Hidden sizes, by commas: 1600, 4256, 12288.")] = "1600,4256,12288",
+    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1024,
+    only: Annotated[str, typer.Option(help="Regions, by commas.")] = "qkv,attention,mlp_in,mlp_out",
+    against: Against = "eager,default,dsi,dsi-reduce-overhead",
+    blocks: Blocks = 5,
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+) -> None:
+    """The four regions of a GPT layer, each alone, for one token."""
+    from bench import regions
+
+    shared = settings(against, blocks, dtype, small, budget, json)
+    sizes = [64] if small else numbers(widths)
+    if unknown := [width for width in sizes if width not in regions.HEADS]:
+        raise typer.BadParameter(f"no number of heads is known for the widths {unknown}")
+    regions.run(shared, sizes, 24 if small else context, only.split(","))
+
+
+@app.command("attention")
+def attention_command(
+    decode: Annotated[str, typer.Option(help="Decode steps: batch x heads x kv heads x head size x cache x live, by commas.")] = "default",
+    prefill: Annotated[str, typer.Option(help="Prompts: batch x heads x kv heads x head size x length, by commas.")] = "default",
+    against: Against = "eager,dsi",
+    blocks: Blocks = 5,
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+) -> None:
+    """Attention alone beside SDPA (which is the side "eager")."""
+    from bench import attention
+
+    shared = settings(against, blocks, dtype, small, budget, json)
+    toys = ("2x4x2x16x32x9", "1x4x4x16x12") if small else (attention.DECODE, attention.PREFILL)
+    texts = [default if given == "default" else given for given, default in zip((decode, prefill), toys, strict=True)]
+    try:
+        cases = [attention.Case.parse(text) for text in ",".join(text for text in texts if text).split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    attention.run(shared, cases)
+
+
+@app.command("linear")
+def linear_command(
+    shapes: Annotated[str, typer.Option(help="N x K x M (columns, inner, rows), by commas.")] = "default",
+    form: Annotated[str, typer.Option(help="What surrounds the product (bench/linear.py: FORMS).")] = "plain",
+    choice: Annotated[list[str] | None, typer.Option(help="Fields of a choice, 'block_n=8|16,num_warps=4'; | tries each.")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Try a built-in list of choices.")] = False,
+    best: Annotated[int, typer.Option(help="Choices that are printed.")] = 5,
+    blocks: Blocks = 5,
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+) -> None:
+    """One linear's generated kernel beside cuBLAS, its weights rotated past the cache; the tool to tune kernels with."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+    from bench import linear
+
+    shared = settings("eager,dsi", blocks, dtype, small, budget, json)
+    texts = (linear.SMALL if small else linear.SHAPES) if shapes == "default" else shapes
+    try:
+        cases = [linear.parse_shape(text) for text in texts.split(",")]
+        wanted = [fields for text in choice or () for fields in linear.parse_choices(text)]
+        linear.run(shared, cases, form, wanted, sweep, best)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.command("compile")
+def compile_command(
+    cases: Cases = "llama-3-8b",
+    layers: Layers = 32,
+    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
+    against: Against = "dsi,default,max-autotune-no-cudagraphs",
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+    child: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Seconds of the first decode step in a new process, with empty caches and with those of the process before."""
+    from bench import compile_time
+
+    shared = settings(against, 1, dtype, small, budget, json)
+    room, count = (32, min(layers or 2, 2)) if small else (cache, layers)
+    if child is not None:
+        compile_time.first_step(shared, child, models(cases)[0], count, room)
+    else:
+        compile_time.run(shared, models(cases, decoders=True), count, room)
+
+
+if __name__ == "__main__":
+    app()

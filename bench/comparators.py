@@ -1,0 +1,298 @@
+"""What dsi is compared with, and how: every side compiled, checked, profiled, and timed by turns with the others in one process."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import path, timing
+from bench.report import Report, figure
+
+SLACK = 2.0  # a side's error against the wider dtype over eager's own: one sample of each is noisy
+FLOOR = 1e-6  # errors below this are rounding of any dtype that is timed
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to run a model. `captures`: the harness may capture its calls in a CUDA graph of its own. `seconds`: what compiling eight
+    layers is expected to take at most, until this run has measured it."""
+
+    name: str
+    backend: str | None
+    mode: str | None
+    captures: bool
+    seconds: float
+
+    def compile(self, function: Any) -> Any:
+        """`function` (or a module) as this side runs it."""
+        if self.backend is None:
+            return function
+        backend = path.backend() if self.backend == "dsi" else self.backend
+        return torch.compile(function, backend=backend, mode=self.mode, fullgraph=True)
+
+
+SIDES = {
+    side.name: side
+    for side in (
+        Side("eager", None, None, True, 5),
+        Side("default", "inductor", None, True, 25),
+        Side("reduce-overhead", "inductor", "reduce-overhead", False, 25),
+        Side("max-autotune", "inductor", "max-autotune", False, 80),
+        Side("max-autotune-no-cudagraphs", "inductor", "max-autotune-no-cudagraphs", True, 80),
+        Side("dsi", "dsi", None, True, 25),
+        Side("dsi-reduce-overhead", "dsi", "reduce-overhead", False, 25),
+    )
+}
+
+
+@dataclass
+class Workload:
+    """Something to run on every side.
+
+    `compile_for(side)` gives the calls of one block for a side, each returning a tensor; `prepare` puts state back to where a block begins.
+    `reference()` gives what the first `checked` calls return, stacked, computed in a wider dtype. `moved` bytes must be read and `flops`
+    operations done in a call. `in_graph` calls are captured in one graph. `weight`: seconds of compilation over those of eight layers.
+    """
+
+    title: str
+    facts: dict[str, Any]
+    dtype: torch.dtype
+    compile_for: Callable[[Side], list[Callable[[], Tensor]]]
+    reference: Callable[[], Tensor]
+    prepare: Callable[[], None] = timing.nothing
+    moved: float = 0.0
+    flops: float = 0.0
+    checked: int = 1
+    in_graph: int = 1
+    weight: float = 1.0
+
+
+@dataclass
+class Outcome:
+    """One side of one workload."""
+
+    side: Side
+    timer: timing.Timer | None = None
+    error: float | None = None  # against the wider dtype
+    from_eager: float | None = None
+    compile_seconds: float = 0.0
+    peak_bytes: int | None = None  # of device memory in its calls, over what was allocated before
+    profile: timing.Profile = field(default_factory=timing.Profile)
+    problem: str = ""
+
+
+_measured: dict[str, float] = {}  # side -> compile seconds of a workload of weight 1, as last seen in this process
+
+
+def compare(workload: Workload, report: Report) -> list[Outcome]:
+    """Run a workload on every side of the settings; adds its row to the report, prints its table, and returns the outcomes.
+
+    A side that fails, or whose numbers are wrong, is not timed: its row says why.
+    """
+    torch._dynamo.config.recompile_limit = 64  # sides share the model's code
+    reset()
+    report.say(f"{workload.title}: reference")
+    outcomes: list[Outcome] = []
+    with torch.no_grad():
+        reference = workload.reference()
+        reset()  # the wider copy's memory
+        eager = run_checked(workload, workload.compile_for(SIDES["eager"]))
+        bound = SLACK * timing.relative_error(eager, reference) + FLOOR
+        for name in report.settings.against:
+            side = SIDES[name]
+            expected = _measured.get(name, side.seconds if not report.settings.small else 0.0) * workload.weight
+            if report.fits(f"{workload.title}: {name}", expected):
+                outcomes.append(_ready(workload, side, reference, eager, bound, report))
+        timers = [outcome.timer for outcome in outcomes if outcome.timer is not None]
+        report.say(f"{workload.title}: timing {len(timers)} sides in {report.settings.blocks} blocks")
+        timing.interleave(timers, report.settings.blocks)
+    row = _row(workload, outcomes, report)
+    report.add(row)
+    _print(row, report)
+    reset()
+    return outcomes
+
+
+def reset() -> None:
+    """Forget what was compiled: a case must not find another's sizes dynamic, nor its memory taken."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_checked(workload: Workload, calls: Sequence[Callable[[], Tensor]]) -> Tensor:
+    """What the first `checked` calls return, in fp32 and stacked."""
+    workload.prepare()
+    return torch.stack([call().to(torch.float32, copy=True) for call in calls[: workload.checked]])
+
+
+def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bound: float, report: Report) -> Outcome:
+    """Compile, check, profile and capture one side."""
+    outcome = Outcome(side)
+    try:
+        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        calls = workload.compile_for(side)
+        start = time.perf_counter()
+        run_checked(workload, calls)
+        timing.synchronize()
+        outcome.compile_seconds = time.perf_counter() - start
+        _measured[side.name] = outcome.compile_seconds / workload.weight
+        for _ in range(2):  # CUDA graphs inside a side are recorded in the second call with the same addresses
+            workload.prepare()
+            for call in calls:
+                call()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        values = run_checked(workload, calls)
+        if torch.cuda.is_available():
+            outcome.peak_bytes = torch.cuda.max_memory_allocated() - before
+        outcome.error, outcome.from_eager = timing.relative_error(values, reference), timing.relative_error(values, eager)
+        if not outcome.error <= bound:
+            raise ArithmeticError(f"wrong: error {outcome.error:.1e}, and {bound:.1e} is allowed")
+        timer = timing.Timer(calls, workload.prepare, workload.in_graph)
+        workload.prepare()
+        outcome.profile = timing.profile(calls[0])
+        timer.launches = 1 if outcome.profile.graphs else outcome.profile.launches
+        if torch.cuda.is_available() and side.captures:
+            _capture(timer, calls, workload, bound, outcome)
+        outcome.timer = timer
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if isinstance(error, ArithmeticError) else f" ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
+        outcome.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
+    found = outcome.problem or f"error {outcome.error:.1e}, {outcome.profile.launches} kernels"
+    report.say(f"{workload.title}: {side.name} in {outcome.compile_seconds:.1f} s: {found}")
+    return outcome
+
+
+def _capture(timer: timing.Timer, calls: Sequence[Callable[[], Tensor]], workload: Workload, bound: float, outcome: Outcome) -> None:
+    """Capture a side's calls, and hold what a replay gives against the calls themselves. A failure to capture is noted, no more."""
+    try:
+        result = timer.capture()
+    except Exception as error:
+        torch.cuda.synchronize()
+        outcome.problem = f"not captured: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return
+    workload.prepare()
+    result.fill_(float("nan"))
+    timer.graph.replay()
+    replayed = result.float().clone()
+    workload.prepare()
+    for call in calls[: workload.in_graph]:
+        expected = call()
+    off = timing.relative_error(replayed, expected.float())
+    if not off <= bound:
+        raise ArithmeticError(f"wrong: a replay of its CUDA graph is {off:.1e} off the call")
+
+
+# --------------------------------------------------------------------------------------------------------------------- what is said
+
+
+def _row(workload: Workload, outcomes: Sequence[Outcome], report: Report) -> dict[str, Any]:
+    floor = report.roofline(workload.moved, workload.flops, workload.dtype)
+    sides = {}
+    for outcome in outcomes:
+        times: dict[str, Any] = outcome.timer.times.summary() if outcome.timer is not None else {}
+        device = times.get("device")
+        sides[outcome.side.name] = {
+            **times,
+            "method": outcome.timer.method if outcome.timer is not None else "",
+            "roofline share": floor / device if floor is not None and device else None,
+            "error": outcome.error,
+            "error from eager": outcome.from_eager,
+            "compile seconds": outcome.compile_seconds,
+            "peak bytes": outcome.peak_bytes,
+            "problem": outcome.problem,
+            **outcome.profile.as_json(),
+        }
+    return {
+        "title": workload.title,
+        **workload.facts,
+        "dtype": str(workload.dtype).removeprefix("torch."),
+        "bytes": workload.moved,
+        "flops": workload.flops,
+        "roofline ms": floor,
+        "sides": sides,
+    }
+
+
+COLUMNS = ("side", "device", "by", "wall", "host", "roof", "x dev", "x wall", "error", "kern", "graph", "comp")
+
+
+def _print(row: dict[str, Any], report: Report) -> None:
+    """The table of one workload: milliseconds a call; "roof": share of the roofline; "x": a side's time over dsi's (the faster of dsi's
+    sides); kernels and CUDA graphs launched in a call; seconds of compilation."""
+    sides = row["sides"]
+    best = {what: best_of(row, what, ours=True)[1] for what in ("device", "wall")}
+    lines = []
+    for name, found in sides.items():
+        times = [found.get(what) for what in ("device", "wall", "host")]
+        ratios = [found[what] / best[what] if found.get(what) and best[what] else None for what in ("device", "wall")]
+        kernels = str(sum(kernel["count"] for kernel in found["kernels"].values())) if found["kernels"] else "-"
+        lines.append(
+            (
+                name,
+                figure(times[0], ".4f"),
+                found["method"] or "-",
+                figure(times[1], ".4f"),
+                figure(times[2], ".4f"),
+                figure(found["roofline share"], ".2f"),
+                *(figure(ratio, ".2f") for ratio in ratios),
+                figure(found["error"], ".0e"),
+                kernels,
+                str(found["graph launches"]) if found["kernels"] else "-",
+                figure(found["compile seconds"], ".0f"),
+            )
+        )
+    floor = "" if row["roofline ms"] is None else f" (roofline {row['roofline ms']:.4f})"
+    report.table(f"{row['title']}, ms{floor}", COLUMNS, lines)
+    for name, found in sides.items():
+        if found["problem"]:
+            report.say(f"{name}: {found['problem']}")
+
+
+def best_of(row: dict[str, Any], what: str, ours: bool) -> tuple[str, float | None]:
+    """The fastest of dsi's sides, or of the others, by "device" or "wall", and its milliseconds."""
+    times = {name: found[what] for name, found in row["sides"].items() if name.startswith("dsi") == ours and found.get(what)}
+    return min(times.items(), key=lambda item: item[1]) if times else ("-", None)
+
+
+def summary(report: Report) -> None:
+    """One line a workload: dsi beside the best comparator on the device, and beside eager on the wall."""
+    lines = []
+    for row in report.rows:
+        _, ours = best_of(row, "device", ours=True)
+        name, theirs = best_of(row, "device", ours=False)
+        _, our_wall = best_of(row, "wall", ours=True)
+        eager = row["sides"].get("eager", {}).get("wall")
+        floor = row["roofline ms"]
+        lines.append(
+            (
+                row["title"],
+                figure(ours, ".4f"),
+                figure(floor / ours if floor and ours else None, ".2f"),
+                name,
+                figure(theirs / ours if ours and theirs else None, ".2f"),
+                figure(eager / our_wall if eager and our_wall else None, ".2f"),
+            )
+        )
+    report.table("Summary", ("case", "dsi ms", "roof", "best other", "its x", "eager x wall"), lines)
+
+
+def sides_of(text: str) -> tuple[str, ...]:
+    """Names of sides from a list with commas. Raises ValueError naming one that is unknown."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = [name for name in names if name not in SIDES]
+    if unknown or not names:
+        raise ValueError(f"unknown comparator {', '.join(unknown) or '(none)'}; known: {', '.join(SIDES)}")
+    return names

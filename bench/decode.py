@@ -1,0 +1,142 @@
+"""`python -m bench decode`: one token's step of a decoder over a static cache, or one pass of an encoder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import shapes
+from bench.comparators import DTYPES, WIDER, Side, Workload, compare, summary
+from bench.generate import cache_argument, static_cache
+from bench.report import Report, Settings
+
+STEPS = 10  # back to back, in a block
+
+
+def run(
+    settings: Settings, cases: Sequence[str], batches: Sequence[int], layers: int | None, cache: int, live: int | None, length: int
+) -> Report:
+    """Benchmark every case at every batch. `live`: tokens in the cache when a step begins (None: all but the block's); `length`: of an
+    encoder's input."""
+    report = Report("decode", settings)
+    report.measure_rates()
+    for name in cases:
+        for batch in batches if shapes.SHAPES[name].family != "bert" else (1,):
+            if report.fits(f"{name} b{batch}", 0 if settings.small else 20):
+                model, title = model_of(name, settings, layers, max(cache, length))
+                encoder = shapes.SHAPES[name].family == "bert"
+                work = encode(model, title, batch, length) if encoder else decode(model, title, batch, cache, live)
+                work.facts |= {"case": name, "layers": model.config.num_hidden_layers, "batch": batch}
+                compare(work, report)
+                del model, work
+    summary(report)
+    return report
+
+
+def model_of(name: str, settings: Settings, layers: int | None, positions: int) -> tuple[Any, str]:
+    """The model of a case under the settings, and its title."""
+    shape = shapes.SHAPES[name]
+    dtype = settings.dtype or ("fp32" if settings.small else shape.dtype)
+    count = layers or shape.timed or shape.layers
+    if settings.small:
+        shape, count = shape.small(), layers or 2
+    model = shapes.build(shape, count, positions, DTYPES[dtype], settings.device)
+    return model, f"{name}{' (toy)' if settings.small else ''}, {count} layers, {dtype}"
+
+
+def layers_weight(model: Any) -> float:
+    """Compile time relative to that of eight layers: half of it does not grow with them."""
+    return 0.5 + float(model.config.num_hidden_layers) / 16
+
+
+def token_ids(model: Any, batch: int, length: int) -> Tensor:
+    """Random tokens [batch, length]."""
+    generator = torch.Generator().manual_seed(batch + length)
+    return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+class Cache:
+    """A model's static cache that can be set back: its keys and values stay, its position is `start` again."""
+
+    def __init__(self, model: Any, batch: int, room: int, live: int):
+        self.cache = static_cache(model, room, batch)
+        self.argument = {cache_argument(model): self.cache}
+        self.positions = [layer.cumulative_length for layer in self.cache.layers]
+        if live:
+            model(input_ids=token_ids(model, batch, live), logits_to_keep=1, **self.argument)
+        self._start = [torch.full_like(position, live) for position in self.positions]
+
+    def rewind(self) -> None:
+        """Set the position back: one launch."""
+        torch._foreach_copy_(self.positions, self._start)
+
+    def widened(self, model: Any, batch: int, room: int) -> Cache:
+        """The same contents and position for a model of another dtype."""
+        other = Cache(model, batch, room, 0)
+        for ours, theirs in zip(other.cache.layers, self.cache.layers, strict=True):
+            ours.keys.copy_(theirs.keys)
+            ours.values.copy_(theirs.values)
+        other._start = self._start
+        return other
+
+
+def decode(model: Any, title: str, batch: int, room: int, live: int | None) -> Workload:
+    """A decode step of `batch` sequences whose cache has room for `room` tokens, of which `live` are there."""
+    live = room - STEPS if live is None else live
+    if not 0 < live <= room - STEPS:
+        raise ValueError(f"a block of {STEPS} steps needs 0 < live <= {room - STEPS}; {live} tokens of a cache of {room} were asked for")
+    with torch.no_grad():
+        cache = Cache(model, batch, room, live)
+    step = token_ids(model, batch, 1)
+
+    def compile_for(side: Side) -> list[Callable[[], Tensor]]:
+        forward = side.compile(model)
+        return [lambda: forward(input_ids=step, **cache.argument).logits] * STEPS
+
+    def reference() -> Tensor:
+        wide = copy.deepcopy(model).to(WIDER[model.dtype])
+        cache.rewind()
+        own = cache.widened(wide, batch, room)
+        own.rewind()
+        return torch.stack([wide(input_ids=step, **own.argument).logits for _ in range(2)])
+
+    return Workload(
+        title=f"{title}, b{batch}, {live} of {room} tokens",
+        facts={"cache": room, "live": live},
+        dtype=model.dtype,
+        compile_for=compile_for,
+        reference=reference,
+        prepare=cache.rewind,
+        moved=shapes.weight_bytes(model) + shapes.cache_bytes(model, batch, live),
+        checked=2,  # the second step reads what the first one wrote
+        weight=layers_weight(model),
+    )
+
+
+def encode(model: Any, title: str, batch: int, length: int) -> Workload:
+    """One pass of an encoder over `batch` sequences of `length` tokens, with the mask that a tokenizer gives."""
+    inputs = {
+        "input_ids": token_ids(model, batch, length),
+        "attention_mask": torch.ones(batch, length, dtype=torch.int64, device=model.device),
+    }
+
+    def compile_for(side: Side) -> list[Callable[[], Tensor]]:
+        forward = side.compile(model)
+        return [lambda: forward(**inputs).last_hidden_state] * STEPS
+
+    def reference() -> Tensor:
+        return copy.deepcopy(model).to(WIDER[model.dtype])(**inputs).last_hidden_state[None]
+
+    return Workload(
+        title=f"{title}, b{batch}, {length} tokens",
+        facts={"length": length},
+        dtype=model.dtype,
+        compile_for=compile_for,
+        reference=reference,
+        moved=shapes.weight_bytes(model),
+        weight=layers_weight(model),
+    )

@@ -1,0 +1,263 @@
+"""The benchmark harness at toy sizes on the CPU: every command runs, says what it skips, and times nothing whose numbers are wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bench import attention, comparators, decode, linear, regions, shapes, timing
+from bench.__main__ import app
+from bench.comparators import Side, Workload, compare
+from bench.report import Report, Settings
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run(*words):
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+def rows_of(path):
+    return json.loads(path.read_text())["rows"]
+
+
+@pytest.fixture
+def report():
+    return Report("test", Settings(against=("eager",), blocks=2, small=True))
+
+
+def adding(report, side, call, **more):
+    """The row of a workload that doubles ones, with `call` in place of the side named "default"."""
+    x = torch.ones(4)
+
+    def compile_for(asked):
+        return [lambda: call() if asked.name == "default" else x * 2] * 3
+
+    report.settings.against = ("eager", side)
+    work = Workload("twice", {}, torch.float32, compile_for, lambda: (x.double() * 2)[None], **more)
+    compare(work, report)
+    return report.rows[-1]["sides"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------- commands
+
+
+def test_decode_compares_dsi_with_eager_and_keeps_what_it_measured(tmp_path):
+    file = tmp_path / "out" / "decode.json"
+    code, output = run("decode", "--small", "--cases", "gpt2", "--against", "eager,dsi", "--blocks", 2, "--json", file)
+    assert code == 0, output
+    (row,) = rows_of(file)
+    assert (row["case"], row["layers"], row["batch"], row["cache"], row["live"]) == ("gpt2", 2, 1, 32, 22)
+    for side in ("eager", "dsi"):
+        found = row["sides"][side]
+        assert found["problem"] == "" and found["error"] < 1e-5 and found["wall"] > 0 and found["host"] > 0
+        assert found["device"] is None and found["method"] == ""  # there is none here
+    assert "dsi" in output and "Summary" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "titles"),
+    [
+        (("decode", "--cases", "llama-3-8b,bert-large", "--batches", "1,3"), 3),  # an encoder runs at one batch
+        (("prefill", "--batches", "2"), 1),
+        (("regions",), 4),
+        (("attention",), 2),
+    ],
+)
+def test_every_command_runs_eager_at_toy_sizes(tmp_path, words, titles):
+    file = tmp_path / "r.json"
+    code, output = run(*words, "--small", "--against", "eager", "--blocks", 1, "--json", file)
+    assert code == 0, output
+    rows = rows_of(file)
+    assert len(rows) == titles
+    assert all(row["sides"]["eager"]["problem"] == "" and row["sides"]["eager"]["wall"] > 0 for row in rows), output
+    assert max(map(len, output.splitlines())) <= 200
+
+
+def test_linear_checks_generated_kernels_and_choices_given_to_it(tmp_path):
+    """In a process of its own: the interpreter must be chosen before triton is imported."""
+    file = tmp_path / "linear.json"
+    command = [sys.executable, "-m", "bench", "linear", "--small", "--form", "norm", "--choice", "block_n=8|16", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(file)
+    assert [(row["n"], row["k"], row["m"]) for row in rows] == [(48, 32, 1), (32, 64, 5)]
+    for row in rows:
+        assert [choice["choice"]["block_n"] for choice in row["choices"]][1:] == [8, 16]
+        assert all(choice["problem"] == "" and choice["error"] < 1e-5 for choice in row["choices"])
+
+
+@pytest.mark.slow
+def test_compile_times_cold_and_warm_processes(tmp_path):
+    file = tmp_path / "compile.json"
+    code, output = run("compile", "--small", "--against", "dsi", "--json", file)
+    assert code == 0, output
+    cold, warm = rows_of(file)
+    assert (cold["caches"], warm["caches"]) == ("cold", "warm")
+    assert warm["seconds"] < cold["seconds"] and {"lift", "fuse", "lower"} <= set(cold["parts"])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("decode", "--against", "eager,defualt"), "defualt"),
+        (("decode", "--cases", "gpt3"), "gpt3"),
+        (("prefill", "--cases", "bert-large"), "bert-large"),
+        (("decode", "--dtype", "fp8"), "fp8"),
+        (("regions", "--widths", "1000"), "1000"),
+        (("attention", "--decode", "1x2x3"), "1x2x3"),
+        (("linear", "--shapes", "4096x4096"), "4096x4096"),
+        (("linear", "--small", "--choice", "block_q=4"), "block_q"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(words, named, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code, output = run(*words)
+    assert code == 2 and named in output
+
+
+# --------------------------------------------------------------------------------------------------------------------- what holds
+
+
+def test_a_side_with_wrong_numbers_is_not_timed(report):
+    sides = adding(report, "default", lambda: torch.full((4,), 2.001))
+    assert "wrong" in sides["default"]["problem"] and "wall" not in sides["default"]
+    assert sides["eager"]["problem"] == "" and sides["eager"]["wall"] > 0
+
+
+def test_a_side_that_gives_nan_is_not_timed(report):
+    assert "wrong" in adding(report, "default", lambda: torch.full((4,), float("nan")))["default"]["problem"]
+
+
+def test_a_side_that_fails_leaves_the_others(report):
+    def fail():
+        raise RuntimeError("no such kernel")
+
+    sides = adding(report, "default", fail)
+    assert "no such kernel" in sides["default"]["problem"] and sides["eager"]["wall"] > 0
+
+
+def test_what_does_not_fit_the_budget_is_skipped_and_said(tmp_path, capsys):
+    settings = Settings(("eager", "max-autotune"), 1, budget=timing.Budget(30.0), json=tmp_path / "r.json")
+    report = Report("test", settings)
+    comparators._measured.clear()
+    x = torch.ones(4)
+    compare(Workload("ones", {}, torch.float32, lambda side: [lambda: x * 1], lambda: x.double()[None], weight=1.0), report)
+    assert report.skipped == ["ones: max-autotune"] and "max-autotune" not in report.rows[0]["sides"]
+    assert "skipped" in capsys.readouterr().out
+    assert json.loads((tmp_path / "r.json").read_text())["skipped"] == ["ones: max-autotune"]
+
+
+def test_blocks_of_sides_take_turns_and_each_begins_prepared():
+    log = []
+    timers = [timing.Timer([lambda name=name: log.append(name)] * 2, lambda name=name: log.append(f"({name})")) for name in "ab"]
+    timing.interleave(timers, 2)
+    block = {name: [f"({name})", name, name] for name in "ab"}
+    if not torch.cuda.is_available():
+        assert log == [word for name in "ababba" for word in block[name]]
+    assert all(len(timer.times.wall) == 2 for timer in timers)  # the first of each does not count
+
+
+def test_a_rewound_cache_gives_the_same_step_again():
+    model = shapes.build(shapes.SHAPES["llama-3-8b"].small(), 2, 32, torch.float32, "cpu")
+    work = decode.decode(model, "toy", 2, 32, 7)
+    calls = work.compile_for(comparators.SIDES["eager"])
+    with torch.no_grad():
+        first = comparators.run_checked(work, calls)
+        second = comparators.run_checked(work, calls)
+        assert torch.equal(first, second) and not torch.equal(first[0], first[1])
+        assert timing.relative_error(first, work.reference()) < 1e-5
+
+
+def test_a_block_must_fit_the_cache():
+    model = shapes.build(shapes.SHAPES["gpt2"].small(), 1, 32, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="live <= 22"):
+        decode.decode(model, "toy", 1, 32, 23)
+
+
+def test_bytes_count_each_weight_once_and_no_table_of_rows():
+    tied = shapes.build(shapes.SHAPES["llama-3.2-1b"].small(), 2, 32, torch.float32, "cpu")
+    untied = shapes.build(shapes.SHAPES["llama-3-8b"].small(), 2, 32, torch.float32, "cpu")
+    assert shapes.weight_bytes(tied) == shapes.weight_bytes(untied)
+    everything = sum(p.numel() * 4 for p in untied.parameters())
+    assert shapes.weight_bytes(untied) == everything - 199 * 64 * 4
+    head, rest = 199 * 64, sum(p.numel() for p in untied.parameters() if p.dim() == 2) - 2 * 199 * 64
+    assert shapes.weight_flops(untied, 5, 1) == 2 * (5 * rest + head)
+    assert shapes.cache_bytes(untied, 3, 10) == 2 * 2 * 3 * 2 * 16 * 10 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("gpt2", 0.124), ("gpt2-xl", 1.56), ("llama-3.2-1b", 1.24), ("llama-7b", 6.74), ("llama-3-8b", 8.03)]
+)
+def test_shapes_have_the_sizes_of_the_models_they_are_named_for(name, billions):
+    shape = shapes.SHAPES[name]
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(shape.config(shape.layers, 1024))
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_all_copies_of_a_region_share_what_was_compiled():
+    from torch._dynamo.utils import counters
+
+    side = Side("traced", "aot_eager", None, True, 1.0)
+    for name in ("qkv", "attention", "mlp_in", "mlp_out"):
+        torch._dynamo.reset()
+        counters.clear()
+        work = regions.workload(name, 64, 24, torch.float32, "cpu")
+        with torch.no_grad():
+            for call in work.compile_for(side):
+                call()
+        assert work.in_graph >= 2 and counters["stats"]["unique_graphs"] == 1, name
+
+
+def test_attention_counts_what_is_live():
+    short, full = (attention.workload(attention.Case(2, 4, 2, 16, 32, live), torch.float32, "cpu") for live in (8, 32))
+    assert full.moved == 4 * short.moved
+    with pytest.raises(ValueError, match="live"):
+        attention.Case.parse("1x2x2x16x32x33")
+
+
+def test_choices_are_combinations_and_values_keep_their_kind():
+    assert linear.parse_choices("block_n=8|16,num_warps=4") == [{"block_n": 8, "num_warps": 4}, {"block_n": 16, "num_warps": 4}]
+    assert linear.parse_choices("schedule=tiled,max_rows=None") == [{"schedule": "tiled", "max_rows": None}]
+
+
+def test_a_sweep_keeps_to_tiles_that_a_program_can_hold():
+    from dsi.codegen.kernel import Choice
+
+    own = Choice("gemv", 1, 1, 16, 256, 256, 4, 1)
+    tried = list(linear.swept(own))
+    assert {choice.schedule for choice in tried} == {"gemv", "tiled"} and own not in tried and len(set(tried)) == len(tried) > 20
+    assert all(choice.block_n * choice.block_k <= 128 * 32 * choice.num_warps for choice in tried)
+    assert {choice.max_rows for choice in tried} == {1}
+
+
+def test_a_form_must_be_one_region():
+    def two(x, w):
+        return torch.nn.functional.linear(torch.nn.functional.linear(x, w), w)
+
+    with pytest.raises(ValueError, match="2 regions"):
+        linear.region_of(two, [torch.randn(1, 16), torch.randn(16, 16)])
+
+
+def test_every_form_is_one_region_with_its_inputs_in_place():
+    for form in linear.FORMS:
+        problem = linear.Problem(form, 24, 16, 2, torch.float32, "cpu")
+        expected = problem.function(*problem.sets[0])
+        (made,) = problem.region.body(*problem.inputs(0))
+        assert torch.allclose(made, expected, atol=1e-5), form
+
+
+def test_the_fastest_is_sought_among_dsi_or_among_the_others(report):
+    sides = adding(report, "default", lambda: torch.full((4,), 2.0))
+    name, wall = comparators.best_of(report.rows[-1], "wall", ours=False)
+    assert wall == min(side["wall"] for side in sides.values()) == sides[name]["wall"]
+    assert comparators.best_of(report.rows[-1], "wall", ours=True) == ("-", None)
