@@ -34,6 +34,7 @@ Aliases = tuple[frozenset[str], ...]
 _aten = torch.ops.aten
 # What AOTAutograd writes mutated inputs back with.
 _EPILOGUE = {_aten.copy_.default, _aten.set_.source_Tensor, _aten.set_.source_Storage_storage_offset}
+_FROM_INPUT = ("alias_of_input", "is_input")
 _UNREPEATABLE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
 
 
@@ -48,11 +49,31 @@ def check_graph(gm: fx.GraphModule, level: Level, fake_mode: Any = None, aliases
 
 
 def output_aliases(gm: fx.GraphModule) -> Aliases:
-    """For each returned value the names of the placeholders that it may share memory with."""
+    """For each returned value the names of the placeholders that it may share memory with.
+
+    That is as the graph has it, and, while AOTAutograd compiles, as AOTAutograd has listed it and will make it.
+    """
     roots: dict[fx.Node, frozenset[str]] = {}
     for node in gm.graph.nodes:
         roots[node] = _roots(node, roots)
-    return tuple(roots[v] if isinstance(v, fx.Node) else frozenset() for v in _returned(gm))
+    returned = _returned(gm)
+    listed = _listed_aliases(gm, len(returned))
+    return tuple((roots[v] if isinstance(v, fx.Node) else frozenset()) | also for v, also in zip(returned, listed, strict=True))
+
+
+def _listed_aliases(gm: fx.GraphModule, returned: int) -> Aliases:
+    """The placeholder that AOTAutograd makes each returned value from, whatever the graph returns there; empty sets where it makes none."""
+    nothing: Aliases = (frozenset(),) * returned
+    metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    placeholders = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+    if metadata is None or len(metadata.input_info) != len(placeholders) or metadata.num_intermediate_bases or metadata.tokens:
+        return nothing
+    # Mutated inputs that are not written back inside the graph are returned before the outputs.
+    first = returned - len(metadata.output_info)
+    if first < 0:
+        return nothing
+    made = [frozenset((placeholders[o.base_idx],)) if o.output_type.name in _FROM_INPUT else frozenset() for o in metadata.output_info]
+    return (*nothing[:first], *made)
 
 
 def _roots(node: fx.Node, roots: dict[fx.Node, frozenset[str]]) -> frozenset[str]:

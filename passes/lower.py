@@ -22,6 +22,7 @@ from dsi.ir import analysis, ops
 from dsi.ir.context import Context
 from dsi.ir.region import Region
 from dsi.ir.source import source_line
+from dsi.ir.spec import Aliases, output_aliases
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -29,12 +30,13 @@ _COPY = torch.ops.aten.copy_.default
 def lower(gm: fx.GraphModule, context: Context) -> None:
     """Make KV writes of the fused graph `gm` in place where allowed and attach a `KernelSpec` to each region."""
     writes = _writes(gm.graph)
+    aliases = output_aliases(gm)  # before anything is written in place
     placed: set[fx.Node] = set()
     for copy in gm.graph.find_nodes(op="call_function", target=_COPY):
         chain = _chain(copy, writes)
         if not chain:
             continue
-        reason = _why_not_in_place(copy, chain)
+        reason = _why_not_in_place(copy, chain, aliases)
         if reason is None and not context.fuel.take(f"lower {', '.join(w.value.name for w in chain)} in place of {chain[0].cache.name}"):
             reason = "the fuel is spent (DSI_FUEL)"
         placed.update(w.value for w in chain)
@@ -98,7 +100,7 @@ def _chain(copy: fx.Node, writes: dict[fx.Node, _Write]) -> list[_Write]:
     return chain[::-1] if value is cache and isinstance(cache, fx.Node) and cache.op == "placeholder" else []
 
 
-def _why_not_in_place(copy: fx.Node, chain: list[_Write]) -> str | None:
+def _why_not_in_place(copy: fx.Node, chain: list[_Write], aliases: Aliases) -> str | None:
     """Why the writes of `chain` may not happen in the input's own memory; None if they may."""
     cache = chain[0].cache
     order = {node: i for i, node in enumerate(cache.graph.nodes)}
@@ -113,7 +115,7 @@ def _why_not_in_place(copy: fx.Node, chain: list[_Write]) -> str | None:
                 return f"{reader.name} reads {state.name} after {write.at.name} has replaced it"
     for state in states[1:]:
         for reader, shown in _readers(state):
-            if reader.op == "output" and not _listed_as_alias(reader, shown, cache):
+            if reader.op == "output" and not _listed_as_alias(reader, shown, cache, aliases):
                 return f"the new value {state.name} is returned as a tensor of its own"
     return None
 
@@ -165,21 +167,10 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
                 yield user, shown
 
 
-def _listed_as_alias(output: fx.Node, shown: fx.Node, cache: fx.Node) -> bool:
-    """Whether AOTAutograd knows each place where `shown` is returned as an alias of the input `cache`, and makes it from the input."""
-    tracing = torch._guards.TracingContext.try_get()
-    metadata = getattr(tracing, "fw_metadata", None)
+def _listed_as_alias(output: fx.Node, shown: fx.Node, cache: fx.Node, aliases: Aliases) -> bool:
+    """Whether each place where `shown` is returned is known to be an alias of the input `cache`."""
     returned = output.args[0]
-    if metadata is None or not isinstance(returned, (tuple, list)):
-        return False
-    number = [n for n in cache.graph.nodes if n.op == "placeholder"].index(cache)
-    infos = metadata.output_info
-    first = len(returned) - len(infos)  # mutated inputs that are not written back in the graph come before the outputs
-    if first < 0 or metadata.num_intermediate_bases or metadata.tokens:
-        return False
-    places = [i - first for i, value in enumerate(returned) if value is shown]
-    aliases = ("alias_of_input", "is_input")
-    return all(i >= 0 and infos[i].output_type.name in aliases and infos[i].base_idx == number for i in places)
+    return isinstance(returned, (tuple, list)) and all(cache.name in aliases[i] for i, value in enumerate(returned) if value is shown)
 
 
 def _write_in_place(copy: fx.Node, chain: list[_Write]) -> None:

@@ -82,6 +82,19 @@ def why_outside(node: fx.Node) -> str | None:
     return None
 
 
+def share_sizes(graph: fx.Graph) -> None:
+    """Read every size where it is known first: a size asked of a value inside a region would make that value leave the region."""
+    known: dict[sympy.Expr, fx.Node] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt):
+            continue
+        first = known.setdefault(value.node.expr, node)
+        if first is not node and node.target is aten.sym_size.int:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
 @dataclass
 class Flow:
     """The core of one graph.

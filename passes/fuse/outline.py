@@ -41,7 +41,7 @@ def execution_order(partition: Partition) -> list[Item]:
 def label_of(piece: Piece, nodes: list[fx.Node], roles: dict[fx.Node, str]) -> str:
     """What a piece computes, prologue to epilogue: "rms_norm + 3 linear + rope + kv_write". Indices on the way in are left out."""
     parts: list[str] = []
-    for role in ("prologue", "anchor", "epilogue"):
+    for role in ("anchor", "epilogue") if piece.kind == "embedding" else ("prologue", "anchor", "epilogue"):
         names = [_short(n) for n in nodes if roles.get(n) == role and (role != "prologue" or n.meta["val"].is_floating_point())]
         for name, count in Counter(names).items():
             parts.append(f"{count} {name}" if role == "anchor" and count > 1 else name)

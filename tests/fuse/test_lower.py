@@ -11,6 +11,7 @@ from dsi.ir.spec import check_graph, output_aliases
 from dsi.passes.fuse import fuse, unfuse
 from dsi.passes.lower import lower
 
+from fuse.capture import Capture
 from fuse.graphs import D, WIDTH, assert_equal, context, heads, trace, weight
 
 B, S, L = 2, 3, 11
@@ -246,3 +247,40 @@ def test_result_of_the_copy_is_the_cache():
     (output,) = gm.graph.find_nodes(op="output")
     assert len(in_place(ctx)) == 1 and output.args[0].op == "placeholder"
     assert_equal(f, run_in_place(gm), _inputs())
+
+
+# ------------------------------------------------------------------------------------------------- what AOTAutograd says of outputs
+
+
+class Cached(torch.nn.Module):
+    """Writes rows into a cache that it is given, and returns what `returned` makes of the cache."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.project = torch.nn.Linear(WIDTH, WIDTH)
+        self.returned = returned
+
+    def forward(self, x, cache, pos):
+        cache.index_copy_(2, pos, heads(self.project(x)))
+        return torch.nn.functional.scaled_dot_product_attention(heads(x), cache, cache), self.returned(cache)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [(lambda cache: cache, 1), (lambda cache: cache[:, :, :S], 1), (lambda cache: cache + 1, 1), (lambda cache: cache.clone(), 1)],
+    ids=["itself", "view", "value", "copy"],
+)
+def test_returned_cache(returned, expected):
+    x, _, cache, pos = _inputs()
+    module = Cached(returned).eval()
+    mine, theirs = cache.clone(), cache.clone()
+    capture = Capture()
+    with torch.no_grad():
+        wanted = module(x, mine, pos)
+        got = torch.compile(module, backend=capture, fullgraph=True)(x, theirs, pos)
+    assert len(in_place(capture.context)) == expected
+    torch.testing.assert_close(theirs, mine)
+    torch.testing.assert_close(got, wanted)
+    assert (got[1].untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()) == (
+        wanted[1].untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+    )

@@ -233,3 +233,23 @@ def test_equal_layers_are_planned_once(monkeypatch):
         assert len(ctx.report.regions) == 5 * layers
     assert counts[0] == counts[1]
     assert times[1] < 5
+
+
+def test_a_size_asked_of_an_inner_value_does_not_make_it_leave():
+    def f(x, w):
+        return torch.relu(D.linear(x, w)).view(x.shape[0], -1)
+
+    inputs = x3(), weight(WIDTH, WIDTH)
+    gm = trace(f, *inputs, symbolic={0: (0,)})
+    (linear,) = gm.graph.find_nodes(op="call_function", target=ops.linear)
+    (size,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
+    (view,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
+    with gm.graph.inserting_before(view):
+        asked = gm.graph.call_function(torch.ops.aten.sym_size.int, (linear, 0))
+    asked.meta["val"] = size.meta["val"]
+    view.args = (view.args[0], [asked, *view.args[1][1:]])
+    ctx = context()
+    fuse(gm, ctx)
+    check_graph(gm, "regions")
+    assert labels(ctx) == ["linear + relu"] and len(ctx.report.regions[0].outputs) == 1
+    assert_equal(f, gm, inputs)
