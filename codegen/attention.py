@@ -1,7 +1,8 @@
 """The schedule of attention regions: one pass over the keys with a running softmax.
 
-A program owns one batch entry, one key/value head, and a block of its rows: the query heads that share the key head, for consecutive queries (row
-m is query m // group, head m % group of the group). Keys and values are read once for the whole group. Scores, softmax and sums are fp32.
+A program owns one batch entry, one key/value head, and a block of its rows: the query heads that share the key head, for consecutive
+queries (row m is query m // group, head m % group of the group). Keys and values are read once for the whole group. Scores, softmax and
+sums are fp32.
 """
 
 from __future__ import annotations

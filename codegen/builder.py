@@ -55,8 +55,8 @@ class Names:
 class Block:
     """Lines of one indentation level, and the statements that hold in it.
 
-    A nested block is attached under its header when it is complete, so that what a loop body finds to be the same in every step can still be written
-    before the loop.
+    A nested block is attached under its header when it is complete, so that what a loop body finds to be the same in every step can still
+    be written before the loop.
     """
 
     def __init__(self, outer: Block | None = None):

@@ -1,13 +1,13 @@
 """How the columns of a linear segment are laid out in tiles.
 
-Rope mixes pairs of columns half a head (or one column) apart. Instead of moving values between the lanes of a tile, a segment's groups of `hold`
-columns are cut into *parts* such that partners have the same position in different parts: each part has an accumulator of its own, and a permuted
-value is just another part's. A tile position is named by u: column u of part p is hold * (u // lanes) + offset + p * lanes + u % lanes. Half-split
-rope has two parts of half a head; interleaved rope has hold 2, and so parts of even and of odd columns; channels that rope leaves alone are a set of
-columns of their own.
+Rope mixes pairs of columns half a head (or one column) apart. Instead of moving values between the lanes of a tile, a segment's groups of
+`hold` columns are cut into *parts* such that partners have the same position in different parts: each part has an accumulator of its own,
+and a permuted value is just another part's. A tile position is named by u: column u of part p is hold * (u // lanes) + offset + p * lanes
++ u % lanes. Half-split rope has two parts of half a head; interleaved rope has hold 2, and so parts of even and of odd columns; channels
+that rope leaves alone are a set of columns of their own.
 
-Where no cut into parts explains a permutation, tiles hold whole groups and the accumulator is gathered (`tl.gather` compiles for every layout, but
-takes many registers: a 64 x 128 tile spills). Norms over groups need whole groups too; these are padded to a power of two.
+Where no cut into parts explains a permutation, tiles hold whole groups and the accumulator is gathered (`tl.gather` compiles for every
+layout, but takes many registers: a 64 x 128 tile spills). Norms over groups need whole groups too; these are padded to a power of two.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST_PARTS_TOGETHER = 4  # with an accumulator each in one tile
 
 @dataclass(frozen=True)
 class Columns:
-    """Some of a segment's columns: of every group of `hold`, `lanes` columns in each of `parts` parts, from `offset` on. `held`: tiles hold whole
-    groups."""
+    """Some of a segment's columns: of every group of `hold`, `lanes` columns in each of `parts` parts, from `offset` on. `held`: tiles
+    hold whole groups."""
 
     size: sympy.Expr
     hold: int
@@ -88,9 +88,9 @@ def ceil_div(size: sympy.Expr, by: int) -> sympy.Expr:
 def columns_of(segment: t.Segment) -> tuple[Columns, ...]:
     """A segment's columns as sets that are computed apart.
 
-    The finest even cut of the groups that explains every permuted value as another part's decides: parts that read one another are one set, runs of
-    parts that no one else reads another (the channels behind those that rope turns). Norms over groups keep all parts together. Where no cut explains
-    the permutations, there is one set of whole groups.
+    The finest even cut of the groups that explains every permuted value as another part's decides: parts that read one another are one
+    set, runs of parts that no one else reads another (the channels behind those that rope turns). Norms over groups keep all parts
+    together. Where no cut explains the permutations, there is one set of whole groups.
     """
     size, hold = sympy.sympify(segment.size), int(segment.hold)
     norms = bool(segment.reductions)

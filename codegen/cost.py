@@ -1,7 +1,8 @@
 """A closed-form model of a kernel's time, and the choice of block sizes by it.
 
-The model knows three things: memory is read once at the device's bandwidth if enough programs ask for it, products run at the matrix (or vector) rate
-of the padded tile, and programs come in waves over the processors. It ranks block sizes; it does not pretend to predict to the microsecond.
+The model knows three things: memory is read once at the device's bandwidth if enough programs ask for it, products run at the matrix (or
+vector) rate of the padded tile, and programs come in waves over the processors. It ranks block sizes; it does not pretend to predict to
+the microsecond.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .printer import children
 
 # Where a size is symbolic, what the model (not the kernel) takes it to be.
 TYPICAL = 512
-# Candidates. Linear: (block_m, block_n, block_k, warps, stages); rows are filtered to what a variant can have, the rest is ranked by the model.
+# Candidates. Linear: (block_m, block_n, block_k, warps, stages); rows are filtered to what a variant can have, the rest is ranked by the
+# model.
 TILES_16 = (
     (16, 32, 128, 4, 3),
     (16, 64, 64, 4, 4),
@@ -106,7 +108,8 @@ def all_stores(plan: t.Plan) -> tuple[t.Store, ...]:
 
 
 def traffic(spec: t.KernelSpec) -> sympy.Expr:
-    """Bytes that must be read and written at least, as a formula over the sizes: each element once, of a gathered tensor only what is asked for."""
+    """Bytes that must be read and written at least, as a formula over the sizes: each element once, of a gathered tensor only what is
+    asked for."""
     plan, total = spec.plan, sympy.Integer(0)
     points = _points(plan)
     inputs: dict[int, sympy.Expr] = {}
@@ -306,7 +309,8 @@ def _attention_candidates(plan: t.AttentionPlan, queries: int | None) -> Iterato
     for block_m, block_n, warps, stages in ATTENTION_TILES:
         if queries is not None and block_m > max(power_of_two(queries * group), 16):
             continue
-        # Sums of the output and scores: at most 32 fp32 values a thread each (16 where a head is wider than 128); keys and values in shared memory.
+        # Sums of the output and scores: at most 32 fp32 values a thread each (16 where a head is wider than 128); keys and values in
+        # shared memory.
         if block_m * widest > warps * (1024 if widest <= 128 else 512) or block_m * block_n > warps * 1024 or block_n * widest > 64 * 128:
             continue
         if wide and (block_m > 32 or block_n > 32 or block_n * widest > 32 * 128):

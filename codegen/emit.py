@@ -27,8 +27,8 @@ Write = Callable[[t.KernelSpec, Choice], tuple[Builder, tuple[sympy.Expr, ...]]]
 def generate(spec: t.KernelSpec, choice: Choice | None = None, device: Device = H200) -> tuple[Kernel, ...]:
     """The kernels of a region, in ascending `max_rows`; the last takes any number of rows.
 
-    Rows that are known give one kernel. With `choice`, only that variant is made, with its blocks. Raises `Refused` where a dtype or a size has no
-    kernel.
+    Rows that are known give one kernel. With `choice`, only that variant is made, with its blocks. Raises `Refused` where a dtype or a
+    size has no kernel.
     """
     for tensor in (*spec.inputs, *spec.outputs):
         if tensor is not None:

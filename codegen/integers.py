@@ -1,7 +1,7 @@
 """Index arithmetic: sympy integers brought into one form, simplified under known ranges, and printed as Triton source.
 
-Every index is a non-negative integer, so floor division and modulo need no care about signs. Coordinates arrive as sympy's `floor` and `Mod` or as
-torch's `FloorDiv` and friends; here both become `Quotient` and `Remainder`.
+Every index is a non-negative integer, so floor division and modulo need no care about signs. Coordinates arrive as sympy's `floor` and
+`Mod` or as torch's `FloorDiv` and friends; here both become `Quotient` and `Remainder`.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ ATOM, PRODUCT, SUM, RELATION = 3, 2, 1, 0
 
 
 def write(expr: sympy.Basic, atom: Callable[[sympy.Basic], str], strength: int = RELATION) -> str:
-    """Triton source of a normalised integer or relation. `atom` gives the text of symbols, quotients and remainders (as names or in full)."""
+    """Triton source of a normalised integer or relation. `atom` gives the text of symbols, quotients and remainders (as names or in
+    full)."""
     text, own = _write(expr, atom)
     return f"({text})" if own < strength else text
 

@@ -15,8 +15,8 @@ ArgumentKind = Literal["input", "output", "size", "workspace"]
 class Argument:
     """One positional argument of a kernel, in the order of its signature.
 
-    "input" and "output": the region's tensor `number`. "size": the integer `expr`, over the symbols of the region's sizes. "workspace": the kernel's
-    workspace `number`.
+    "input" and "output": the region's tensor `number`. "size": the integer `expr`, over the symbols of the region's sizes. "workspace":
+    the kernel's workspace `number`.
     """
 
     kind: ArgumentKind
@@ -35,7 +35,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Launch:
-    """`module.entry[grid](*arguments, **constants, num_warps=…, num_stages=…, **options)`; nothing is launched where a grid dimension is 0."""
+    """`module.entry[grid](*arguments, **constants, num_warps=…, num_stages=…, **options)`; nothing is launched where a grid dimension is
+    0."""
 
     entry: str
     arguments: tuple[Argument, ...]
@@ -72,8 +73,8 @@ def digest_of(source: str) -> str:
 class Choice:
     """Everything about a variant that is not dictated by its plan, so that a tuner can vary it.
 
-    `block_m` rows and `block_n` columns (attention: keys) a program, `block_k` inner elements a step, `block_s` columns a step of a pass for row
-    statistics. All are powers of two. Where columns are held in groups, `block_n` counts them after padding to a power of two.
+    `block_m` rows and `block_n` columns (attention: keys) a program, `block_k` inner elements a step, `block_s` columns a step of a pass
+    for row statistics. All are powers of two. Where columns are held in groups, `block_n` counts them after padding to a power of two.
     """
 
     schedule: str

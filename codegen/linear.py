@@ -1,7 +1,7 @@
 """The schedules of linear regions: `gemv` (few rows, fp32 multiply-adds summed at the end) and `tiled` (matrix units).
 
-A program owns a block of rows and a block of columns of one segment, and streams the contracted dimension. The prologue is applied to each block of x
-as it is read; statistics of the rows come from passes over x before that. The epilogue works on the accumulators.
+A program owns a block of rows and a block of columns of one segment, and streams the contracted dimension. The prologue is applied to
+each block of x as it is read; statistics of the rows come from passes over x before that. The epilogue works on the accumulators.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Linear:
     # ------------------------------------------------------------------------------------------------------------------ tiles
 
     def tile(self, layout: str, names: dict[str, str] | None = None, masks: tuple[str, ...] = ()) -> Tile:
-        """A tile whose axes are named by `layout`, one letter each of "rckn" (n: columns of a weight); the row axis is left out for a single row.
+        """A tile whose axes are named by `layout`, one letter each of "rckn" (n: columns of a weight); the row axis is left out for a
+        single row.
 
         `names` gives the 1-d block variables of c and k; `masks` the letters among them that need a mask (`c_in`, `k_in`).
         """
@@ -228,7 +229,8 @@ class Linear:
     def accumulate(
         self, body: Block, segment: t.Segment, columns: Columns, c: str, masked: bool, statistics: Bases
     ) -> dict[tuple[int, int], str]:
-        """The loop over the contracted dimension; returns the fp32 sums by window and part, [rows, columns] (or [columns] for a single row)."""
+        """The loop over the contracted dimension; returns the fp32 sums by window and part, [rows, columns] (or [columns] for a single
+        row)."""
         names, gemv = self.builder.names, self.gemv
         sums: dict[tuple[int, int], str] = {}
         shape = "[BLOCK_M, BLOCK_N, BLOCK_K]" if gemv else "[BLOCK_M, BLOCK_N]"

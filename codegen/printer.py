@@ -1,196 +1,28 @@
-"""Prints tile expressions as numbered Triton statements.
-
-A `Tile` says how the symbols of a plan are laid out: which block variable stands for each, along which axes it varies, and what masks the axes have.
-A `Printer` writes the statements for values at the points of one tile, each once.
-"""
+"""Prints tile expressions as numbered Triton statements: values at the points of one tile, loads and stores with their masks."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import sympy
 import torch
 from dsi.ir import tile as t
 from dsi.ir.pointwise import POINTWISE
 
-from .builder import Block, Builder, triton_type
-from .integers import ATOM, PRODUCT, RELATION, SUM, Quotient, Remainder, interval, normalise, within, write
+from .builder import triton_type
+from .indices import IndexPrinter
+from .integers import ATOM, RELATION, SUM, Remainder, normalise, within
+from .layout import SUBSCRIPTS, Bound, Guard, Point, Text, Tile, children, moved
 from .pointwise import FORMS, HELPERS, is_float, literal
 
-if TYPE_CHECKING:
-    from .columns import Columns
+__all__ = ["SUBSCRIPTS", "Bound", "Printer", "Text", "Tile", "conjunction"]
 
-# The subscript that lays a 1-d block variable along one axis of a tile of 0 to 3 axes.
-SUBSCRIPTS = {0: (), 1: ("",), 2: ("[:, None]", "[None, :]"), 3: ("[:, None, None]", "[None, :, None]", "[None, None, :]")}
 LINE = 110  # longest expression printed in one statement
-INT32 = 2**31 - 1
-Point = tuple[tuple[sympy.Symbol, sympy.Expr], ...]
-Guard = tuple[sympy.Basic, ...]
 
 
-@dataclass(frozen=True)
-class Text:
-    """Source of a value: the axes it varies along (none: a scalar), how strongly it binds, and the number if it is a literal."""
-
-    code: str
-    axes: frozenset[int] = frozenset()
-    strength: int = ATOM
-    number: float | int | bool | None = None
-
-    def at(self, strength: int) -> str:
-        return f"({self.code})" if self.strength < strength else self.code
-
-
-@dataclass(frozen=True)
-class Bound:
-    """The block variable that stands for a symbol, and the axes it varies along."""
-
-    code: str
-    axes: frozenset[int] = frozenset()
-
-
-@dataclass
-class Tile:
-    """The layout of a tile: source text of each axis's size; symbols; masks by axis (source text, only where needed).
-
-    `fixed` replaces symbols before anything is printed (a dimension of size 1; a column by its position in a part). `accumulators` are the anchor's
-    sums by window and part, `statistics` those of row statistics. `columns` and `part` say how the tile's columns are laid out, and `group_start` is
-    the source (1-d) of where each column's group starts within the tile ("" where there is one group).
-    """
-
-    shape: tuple[str, ...]
-    bound: dict[sympy.Symbol, Bound]
-    masks: dict[int, str] = field(default_factory=dict)
-    fixed: dict[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
-    limits: dict[sympy.Symbol, tuple[sympy.Expr, ...]] = field(default_factory=dict)
-    accumulators: dict[tuple[int, int], Text] = field(default_factory=dict)
-    statistics: dict[tuple[int, str], Text] = field(default_factory=dict)
-    columns: Columns | None = None
-    part: int = 0
-    group_start: str = ""
-
-    def dims(self, axes: Iterable[int]) -> str:
-        wanted = set(axes)
-        return "[" + ", ".join(size if axis in wanted else "1" for axis, size in enumerate(self.shape)) + "]"
-
-
-class Interner:
-    """Numbers structurally equal expressions alike, without walking a shared subexpression twice."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, tuple[t.Expr, int]] = {}
-        self._numbers: dict[object, int] = {}
-        self._symbols: dict[int, frozenset[sympy.Symbol]] = {}
-
-    def number(self, expr: t.Expr) -> int:
-        known = self._by_id.get(id(expr))
-        if known is not None:
-            return known[1]
-        if isinstance(expr, t.Op):
-            key: object = ("op", expr.name, tuple(self.number(a) for a in expr.args), expr.dtype)
-        elif isinstance(expr, t.Load):
-            key = (
-                "load",
-                expr.input,
-                tuple(self.number(c) if isinstance(c, t.Expr) else sympy.sympify(c) for c in expr.coords),
-                expr.dtype,
-            )
-        elif isinstance(expr, t.Permuted):
-            key = ("permuted", self.number(expr.body), expr.symbol, expr.source)
-        elif isinstance(expr, t.Const):
-            key = ("const", repr(expr.value), expr.dtype)
-        else:
-            key = expr
-        number = self._numbers.setdefault(key, len(self._numbers))
-        self._by_id[id(expr)] = (expr, number)
-        if number not in self._symbols:
-            parts = children(expr)
-            own: set[sympy.Symbol] = set()
-            for part in parts:
-                own |= self.symbols(part)
-            if isinstance(expr, t.Load):
-                own |= {s for c in expr.coords if not isinstance(c, t.Expr) for s in sympy.sympify(c).free_symbols}
-            elif isinstance(expr, t.Index):
-                own |= expr.expr.free_symbols
-            elif isinstance(expr, t.Test):
-                own |= expr.condition.free_symbols
-            elif isinstance(expr, t.Permuted):
-                own |= expr.source.free_symbols
-            elif isinstance(expr, t.Statistic):
-                own |= {t.R}
-            elif isinstance(expr, t.Window):
-                own |= {t.R, t.C}
-            self._symbols[number] = frozenset(own)
-        return number
-
-    def symbols(self, expr: t.Expr) -> frozenset[sympy.Symbol]:
-        """The symbols that an expression depends on."""
-        return self._symbols[self.number(expr)]
-
-
-def children(expr: t.Expr) -> tuple[t.Expr, ...]:
-    """The direct subexpressions."""
-    if isinstance(expr, t.Op):
-        return expr.args
-    if isinstance(expr, t.Load):
-        return tuple(c for c in expr.coords if isinstance(c, t.Expr))
-    if isinstance(expr, t.Permuted):
-        return (expr.body,)
-    return ()
-
-
-def moved(expr: t.Permuted, point: Point) -> Point:
-    """The point, over the plan's symbols, at which a permuted body is taken if the whole is taken at `point`."""
-    after = {**dict(point), expr.symbol: expr.source.xreplace(dict(point))}
-    return tuple(sorted(after.items(), key=lambda item: str(item[0])))
-
-
-class Printer:
+class Printer(IndexPrinter):
     """Writes statements into `block` for values over one `tile`."""
-
-    def __init__(self, builder: Builder, block: Block, tile: Tile, parent: Printer | None = None, hoist: bool = False):
-        self.builder, self.block, self.tile, self.parent, self.hoist = builder, block, tile, parent, hoist
-        self.interner: Interner = parent.interner if parent else Interner()
-        self.uses: Counter[int] = Counter()
-        self._exposed: dict[tuple[int, Point], bool] = {}
-        self.values: dict[tuple[int, Point, Guard], Text] = {}
-
-    # ------------------------------------------------------------------------------------------------------------ structure
-
-    def on(self, tile: Tile) -> Printer:
-        """A printer into the same block for another tile."""
-        return Printer(self.builder, self.block, tile, self)
-
-    @contextmanager
-    def loop(self, header: str, tile: Tile, first: Sequence[str] = ()):
-        """A loop whose body prints over `tile`; what does not depend on the symbols that the tile binds anew is written before the loop."""
-        body = Block(self.block)
-        for line in first:
-            body.line(line)
-        yield Printer(self.builder, body, tile, self, hoist=True)
-        self.block.attach(header, body)
-
-    @contextmanager
-    def branch(self, header: str, tile: Tile | None = None):
-        """A conditional whose body prints over `tile`."""
-        body = Block(self.block)
-        yield Printer(self.builder, body, tile or self.tile, self)
-        self.block.attach(header, body)
-
-    def statement(self, code: str, axes: frozenset[int], hint: str) -> Text:
-        """The name of `code`, written as a statement unless it already is one."""
-        if code.isidentifier():
-            return Text(code, axes)
-        name = self.block.name_of(code)
-        if name is None:
-            name = self.builder.names.new(hint)
-            self.block.assign(name, code)
-        return Text(name, axes)
 
     def expect(self, roots: Iterable[t.Expr]) -> None:
         """Counts uses in what will be printed, so that a value used once can stay inside the statement that uses it."""
@@ -208,95 +40,11 @@ class Printer:
                 self.uses[self.interner.number(part)] += 1
                 stack.append(part)
 
-    def _outer(self, symbols: Iterable[sympy.Symbol]) -> bool:
-        """Whether something over `symbols` is the same in every step of this printer's loop."""
-        if not self.hoist or self.parent is None:
-            return False
-        mine, outer = self.tile, self.parent.tile
-        return all(mine.bound.get(s) == outer.bound.get(s) and mine.fixed.get(s) == outer.fixed.get(s) for s in symbols) and len(
-            mine.shape
-        ) == len(outer.shape)
-
-    # ------------------------------------------------------------------------------------------------------------- integers
-
-    def index(self, expr: sympy.Basic, point: Point = ()) -> sympy.Basic:
-        """`expr` at a point, normalised under the tile's ranges."""
-        expr = sympy.sympify(expr)
-        if point:
-            expr = expr.xreplace(dict(point))
-        if self.tile.fixed:
-            expr = expr.xreplace(self.tile.fixed)
-        return normalise(expr, self.tile.limits)
-
-    def axes_of(self, expr: sympy.Basic) -> frozenset[int]:
-        return frozenset().union(*(self.tile.bound[s].axes for s in expr.free_symbols if s in self.tile.bound))
-
-    def integer(self, expr: sympy.Basic, strength: int = RELATION) -> str:
-        """Source of a normalised index expression or relation."""
-        return write(expr, self.atom, strength)
-
-    def atom(self, expr: sympy.Basic) -> str:
-        """The name of a symbol, quotient or remainder."""
-        if expr.is_Symbol:
-            return self.tile.bound[expr].code if expr in self.tile.bound else self.builder.size(expr)
-        if self._outer(expr.free_symbols):
-            return self.parent.atom(expr)
-        x, n = expr.args
-        over, sign, word = (
-            self.integer(x, PRODUCT),
-            "//" if isinstance(expr, Quotient) else "%",
-            "div" if isinstance(expr, Quotient) else "mod",
-        )
-        by = self.integer(n, ATOM)
-        hint = f"{x}_{word}_{n}" if x.is_Symbol and n.is_Atom else f"i_{word}_{n}" if n.is_Atom else "i"
-        return self.statement(f"{over} {sign} {by}", self.axes_of(expr), hint).code
-
-    def wide(self, expr: sympy.Basic) -> str:
-        """The name of an atom held in 64 bits."""
-        if self._outer(expr.free_symbols):
-            return self.parent.wide(expr)
-        name = self.atom(expr)
-        tensor = bool(expr.free_symbols & set(self.tile.bound))
-        code = f"{name}.to(tl.int64)" if tensor else f"tl.cast({name}, tl.int64)"
-        return self.statement(code, self.axes_of(expr), f"{name.split('[')[0]}_wide").code
-
-    def offset(self, coords: Sequence[sympy.Expr], tensor: t.Tensor) -> tuple[list[str], frozenset[int]]:
-        """Terms of the element offset of `coords` (of dimensions that are not gathered) in `tensor`, and the axes it varies along."""
-        total = normalise(sum((c * s for c, s in coords), sympy.Integer(0)), self.tile.limits)
-        if total == 0:
-            return [], frozenset()
-        wide = self.may_exceed(tensor)
-        terms = []
-        # Terms in the order of the axes they vary along, constants last.
-        for term in sorted(
-            sympy.Add.make_args(total), key=lambda x: (x.is_Integer, sorted(self.axes_of(x)) or [9], sympy.default_sort_key(x))
-        ):
-            _, top = interval(term, self.tile.limits)
-            atoms = [a for a in sympy.Mul.make_args(term) if not a.is_number]
-            if wide and atoms and (top is None or top > INT32 // 4):
-                chosen = next((a for a in atoms if self.axes_of(a)), atoms[0])
-                chosen = chosen if not chosen.is_Pow else chosen.base
-                if not (chosen.is_Symbol or isinstance(chosen, (Quotient, Remainder))):
-                    chosen = next(iter(sorted(chosen.atoms(sympy.Symbol, Quotient, Remainder), key=sympy.default_sort_key)))
-                terms.append(write(term, lambda e, chosen=chosen: self.wide(e) if e == chosen else self.atom(e), PRODUCT))
-            else:
-                terms.append(self.integer(term, PRODUCT))
-        return terms, self.axes_of(total)
-
-    def may_exceed(self, tensor: t.Tensor) -> bool:
-        """Whether an offset in the tensor may need more than 32 bits (also where its size is not known)."""
-        extent = 0
-        for size, stride in zip(tensor.sizes, tensor.strides, strict=True):
-            size, stride = sympy.sympify(size), sympy.sympify(stride)
-            if not (size.is_Integer and stride.is_Integer):
-                return True
-            extent += max(int(size) - 1, 0) * int(stride)
-        return extent > INT32
-
     # --------------------------------------------------------------------------------------------------------------- values
 
     def value(self, expr: t.Expr, point: Point = (), guard: Guard = (), name: bool = False) -> Text:
-        """Source of `expr` at a point of the tile; `guard` holds conditions, at the tile's own points, outside of which loads may lie out of bounds."""
+        """Source of `expr` at a point of the tile; `guard` holds conditions, at the tile's own points, outside of which loads may lie out
+        of bounds."""
         if guard and not self.exposed(expr, point):
             guard = ()
         key = (self.interner.number(expr), point, guard)
@@ -409,7 +157,8 @@ class Printer:
         return self.statement(code, axes, hint or tensor.name or f"in{expr.input}")
 
     def address(self, pointer: str, tensor: t.Tensor, coords, point: Point, guard) -> tuple[str, frozenset[int], list[str]]:
-        """Pointer source at coordinates, its axes, and the masks that gathered coordinates need: an index out of range must not touch memory."""
+        """Pointer source at coordinates, its axes, and the masks that gathered coordinates need: an index out of range must not touch
+        memory."""
         plain, terms, axes, masks = [], [], frozenset(), []
         for coord, size, stride in zip(coords, tensor.sizes, tensor.strides, strict=True):
             size, stride = sympy.sympify(size), sympy.sympify(stride)

@@ -1,7 +1,7 @@
 """The schedule of row regions: elementwise work and row statistics, without a contraction.
 
-Without statistics a program owns a block of rows and columns. With them it owns whole rows: kept in registers where a row fits one block, else read
-again for every pass.
+Without statistics a program owns a block of rows and columns. With them it owns whole rows: kept in registers where a row fits one block,
+else read again for every pass.
 """
 
 from __future__ import annotations

@@ -51,10 +51,11 @@ class Rows(Protocol):
 def row_statistics(
     kernel: Rows, reductions: tuple[t.Reduction, ...], size: sympy.Expr, block: int, constant: str
 ) -> dict[tuple[int, str], str]:
-    """Writes one pass over the rows a statistic, two where a mean is subtracted (one over values kept in registers if a step covers the row).
+    """Writes one pass over the rows a statistic, two where a mean is subtracted (one over values kept in registers if a step covers the
+    row).
 
-    The variance is that of the differences from the mean, not a difference of two large sums. Returns the names of the statistics: scalars for a
-    single row, else 1-d over the rows.
+    The variance is that of the differences from the mean, not a difference of two large sums. Returns the names of the statistics:
+    scalars for a single row, else 1-d over the rows.
     """
     bases: dict[tuple[int, str], str] = {}
     names, body = kernel.builder.names, kernel.builder.body
@@ -112,7 +113,8 @@ def row_statistics(
 
 
 def held_statistics(printers: Sequence[Printer], reductions: tuple[t.Reduction, ...], columns: Columns, block_n: int, lane_in: str) -> None:
-    """Statistics over each group of columns, from the tiles of all parts, entered in each part's tile. A group may be a part of what is held."""
+    """Statistics over each group of columns, from the tiles of all parts, entered in each part's tile. A group may be a part of what is
+    held."""
     tile, body, names = printers[0].tile, printers[0].block, printers[0].builder.names
     axis = len(tile.shape) - 1
     axes = frozenset(range(len(tile.shape)))

@@ -2,8 +2,8 @@
 
 `Interpreter().run(...)` is what tests call. Run as a script, this file is the worker: pickled requests on stdin, pickled answers on stdout.
 
-The interpreter holds bf16 as uint16 and computes with the bits as if they were integers; `mend_interpreter` gives it conversions and products. Other bf16
-arithmetic stays wrong on purpose: generated kernels must not need it.
+The interpreter holds bf16 as uint16 and computes with the bits as if they were integers; `mend_interpreter` gives it conversions and
+products. Other bf16 arithmetic stays wrong on purpose: generated kernels must not need it.
 """
 
 from __future__ import annotations

@@ -82,7 +82,10 @@ def llama_qkv(
     cos_e, sin_e = case.load(cos, row[1], Mod(C, d)), case.load(sin, row[1], Mod(C, d))
 
     y = rms_of(case.real(x), case.real(norm), 1e-6)
-    heads_of = lambda w, n: (y @ case.real(w).T).view(batch, length, n, d).transpose(1, 2)
+
+    def heads_of(w: int, n: int) -> torch.Tensor:
+        return (y @ case.real(w).T).view(batch, length, n, d).transpose(1, 2)
+
     q, k, v = heads_of(wq, heads), heads_of(wk, kv_heads), heads_of(wv, kv_heads)
     if qk_norm:
         q, k = rms_of(q, case.real(qn), 1e-5), rms_of(k, case.real(kn), 1e-5)
@@ -104,7 +107,10 @@ def llama_qkv(
     position = case.load(pos, row[1])
     q_value, q_held = epilogue(qn)
     k_value, k_held = epilogue(kn)
-    at = lambda middle: (row[0], floor(C / d), middle, Mod(C, d))
+
+    def at(middle):
+        return row[0], floor(C / d), middle, Mod(C, d)
+
     segments = (
         t.Segment(sympy.Integer(heads * d), (t.WeightWindow(wq, C),), (t.Store(out_q, at(row[1]), q_value, dtype),), d, q_held),
         t.Segment(sympy.Integer(kv_heads * d), (t.WeightWindow(wk, C),), (t.Store(out_k, at(position), k_value, dtype, kc),), d, k_held),
@@ -255,9 +261,25 @@ def attention(
     out = case.output("out", (b, s, heads * dv), expected.transpose(1, 2).reshape(batch, queries, heads * dv))
     store = t.Store(out, (B, S, H * dv + E), cast(t.Window(0), dtype), dtype)
     plan = t.AttentionPlan(
-        sympy.sympify(b), heads, kv_heads, sympy.sympify(s), sympy.sympify(n), d, dv,
-        case.load(q, B, H, S, D), case.load(k, B, G, J, D), case.load(v, B, G, J, E), mask_e, bias_e, 0.3, causal, window, softcap, (store,), dtype,
-    )  # fmt: skip
+        sympy.sympify(b),
+        heads,
+        kv_heads,
+        sympy.sympify(s),
+        sympy.sympify(n),
+        d,
+        dv,
+        case.load(q, B, H, S, D),
+        case.load(k, B, G, J, D),
+        case.load(v, B, G, J, E),
+        mask_e,
+        bias_e,
+        0.3,
+        causal,
+        window,
+        softcap,
+        (store,),
+        dtype,
+    )
     return case.finish(plan)
 
 

@@ -1,4 +1,5 @@
-"""Cases for code generation: a specification with real tensors and what a kernel must make of them; how to launch and to compile kernels."""
+"""Cases for code generation: a specification with real tensors and what a kernel must make of them; how to launch and to compile
+kernels."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def test_operands_of_two_dtypes_are_refused():
     out = case.output("out", (3, 8), torch.zeros(3, 8))
     segment = t.Segment(sympy.Integer(8), (t.WeightWindow(w, t.C),), (t.Store(out, (t.R, t.C), cast(t.Window(0), F16), F16),))
     case.finish(t.LinearPlan(sympy.Integer(3), sympy.Integer(32), case.load(x, t.R, t.K), F16, (segment,)))
-    with pytest.raises(Refused, match="the weight w is torch.float32"):
+    with pytest.raises(Refused, match="the weight w is torch"):
         generate(case.spec)
 
 
