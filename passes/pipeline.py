@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import fx
-
 from dsi.ir.context import Context
+from torch import fx
 
 from .fuse import fuse
 from .lift import lift
