@@ -2,8 +2,8 @@
 
     python -m bench.cpu_decode [--cache 512] [--rounds 20] [--steps 4] [--threads 2]
 
-A process compiles each side once before anything is timed. `--cold` times the compilation itself instead: each side in a process of its own with
-empty caches, one after the other, twice.
+A process compiles each side once before anything is timed. `--cold` times the compilation itself instead: each side in a process of its own
+with empty caches, one after the other, twice.
 """
 
 from __future__ import annotations

@@ -12,17 +12,20 @@ from types import ModuleType
 from typing import Any
 
 import sympy
+import torch
 from dsi.codegen.kernel import Kernel, digest_of
 from dsi.ir.context import Context
 from dsi.ir.errors import Refusal, Refused
 from dsi.ir.region import Region
+from torch.utils._sympy.functions import FloorDiv
 
 from .cache import DiskCache
 from .serialise import expression_from_json, expression_to_json, kernel_from_json, kernel_to_json
 from .sizes import expression
 
-# Where a symbol of a kernel is read from: ("size", input, dimension), ("stride", input, dimension) or ("value", input, 0).
-Origin = tuple[str, int, int]
+# Where a symbol of a kernel is read from: ("size", input, dimension, factor), ("stride", input, dimension, factor) or ("value", input, 0,
+# factor). What stands there is `factor` times the symbol.
+Origin = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,6 @@ _lock = threading.RLock()
 
 def device_name(context: Context) -> str:
     """The device that kernels are generated for, as caches are keyed: name and capability."""
-    import torch
-
     if context.device == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return f"{torch.cuda.get_device_name()} sm_{major}{minor}"
@@ -100,17 +101,24 @@ def _generate(region: Region, device: str) -> KernelSet | Refusal:
         return refused.refusal
     ordered = tuple(sorted(variants, key=lambda kernel: (kernel.max_rows is None, kernel.max_rows or 0)))
     rows = spec.plan.queries if hasattr(spec.plan, "queries") else spec.plan.rows
-    return KernelSet(ordered, expression(rows), _origins(spec))
+    return KernelSet(ordered, expression(rows), _origins(region))
 
 
-def _origins(spec: Any) -> dict[str, Origin]:
-    found: dict[str, Origin] = {name: ("value", number, 0) for name, number in spec.scalars}
-    for part in ("size", "stride"):
-        for number, tensor in enumerate(spec.inputs):
-            for dim, expr in enumerate(() if tensor is None else tensor.sizes if part == "size" else tensor.strides):
-                if isinstance(expr, sympy.Symbol):
-                    found.setdefault(expr.name, (part, number, dim))
+def _origins(region: Region) -> dict[str, Origin]:
+    found: dict[str, Origin] = {}
+    for part in ("value", "size", "stride"):
+        for number, node in enumerate(region.inputs):
+            for dim, value in enumerate(_numbers(node.meta["val"], part)):
+                factor, symbol = expression(value).as_coeff_Mul()
+                if symbol.is_Symbol and factor.is_Integer and factor > 0:
+                    found.setdefault(symbol.name, (part, number, dim, int(factor)))
     return found
+
+
+def _numbers(value: Any, part: str) -> Sequence[Any]:
+    if not isinstance(value, torch.Tensor):
+        return [value] if part == "value" else []
+    return {"value": (), "size": value.shape, "stride": value.stride()}[part]
 
 
 def _read(disk: DiskCache, key: str) -> KernelSet | None:
@@ -124,7 +132,7 @@ def _read(disk: DiskCache, key: str) -> KernelSet | None:
             if source is None:
                 return None
             variants.append(kernel_from_json(value, source))
-        symbols = {name: (str(part), int(number), int(dim)) for name, (part, number, dim) in stored["symbols"].items()}
+        symbols = {name: (str(part), int(number), int(dim), int(by)) for name, (part, number, dim, by) in stored["symbols"].items()}
         return KernelSet(tuple(variants), expression_from_json(stored["rows"]), symbols)
     except (KeyError, TypeError, ValueError):
         return None  # of another format; it is generated and written anew
@@ -165,12 +173,6 @@ def load(kernel: Kernel, disk: DiskCache) -> ModuleType:
 def symbol_values(found: KernelSet, values: Sequence[Any]) -> dict[str, sympy.Expr]:
     """Each symbol of the kernels as an expression of the outer graph, from the fakes and SymInts of the region's inputs."""
     result: dict[str, sympy.Expr] = {}
-    for name, (part, number, dim) in found.symbols.items():
-        value = values[number]
-        if part == "value":
-            result[name] = expression(value)
-        elif part == "size":
-            result[name] = expression(value.shape[dim])
-        else:
-            result[name] = expression(value.stride()[dim])
+    for name, (part, number, dim, factor) in found.symbols.items():
+        result[name] = FloorDiv(expression(_numbers(values[number], part)[dim]), factor)
     return result

@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import torch
+from dsi.ir import analysis, kernel_spec
 from dsi.ir.context import Context
 from dsi.ir.options import Options
 from dsi.ir.region import Region
@@ -19,7 +20,7 @@ D = torch.ops.dsi
 
 
 class Outer:
-    """Builds a lowered graph. `dynamic` names sizes that are symbolic: each must be a size of an input that no other input shares."""
+    """Builds a lowered graph. Every dimension whose size is in `dynamic` is symbolic; equal sizes have one symbol."""
 
     def __init__(self, dynamic: tuple[int, ...] = ()):
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -30,7 +31,7 @@ class Outer:
         self.regions: list[Region] = []
 
     def input(self, name: str, real: torch.Tensor) -> fx.Node:
-        kinds = [DimDynamic.DYNAMIC if size in self.dynamic else DimDynamic.STATIC for size in real.shape]
+        kinds = [DimDynamic.DUCK if size in self.dynamic else DimDynamic.STATIC for size in real.shape]
         context = StatelessSymbolicContext(kinds)
         from torch._dynamo.source import ConstantSource
 
@@ -85,6 +86,13 @@ class Outer:
         self.graph.output(tuple(results))
         self.graph.lint()
         return fx.GraphModule(self.root, self.graph)
+
+    def plan(self) -> None:
+        """Gives each region its plan, specification and key, as fusing and lowering do."""
+        for region in self.regions:
+            region.plan = analysis.plan_region(region.body)
+            region.spec = kernel_spec.kernel_spec(region.name, region.body, region.plan)
+            region.key = kernel_spec.region_key(region.body)
 
     def context(self, **options: Any) -> Context:
         context = Context(Options.parse(options), fake_mode=self.mode)

@@ -1,9 +1,10 @@
-"""Run as a script in a process with TRITON_INTERPRET=1: a tiny model through `torch.compile(backend="dsi")`, every region by its generated kernel.
+"""Run as a script in a process with TRITON_INTERPRET=1: a tiny model through `torch.compile(backend="dsi")`, every region by its generated
+kernel.
 
     python generated_model.py FAMILY static|dynamic
 
-Prints one JSON line: the errors of prefills and decode steps against eager, the steps of each program, and what ran by references. "dynamic"
-compiles for symbolic sizes and changes batch and length between calls.
+Prints one JSON line: the errors of prefills and decode steps against eager, the steps of each program, and what ran by references.
+"dynamic" compiles for symbolic sizes and changes batch and length between calls.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-import torch
-import torch._dynamo
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
 
 torch.set_num_threads(1)
 
-import dsi.runtime.cpu as cpu
-import zoo
-from bench.generate import cache_argument, static_cache
-from dsi.runtime.cuda import compile_interpreted
+import dsi.runtime.cpu as cpu  # noqa: E402
+import zoo  # noqa: E402
+from dsi.runtime.cuda import compile_interpreted  # noqa: E402
+
+from bench.generate import cache_argument, static_cache  # noqa: E402
 
 
 def mend_interpreter() -> None:

@@ -1,4 +1,6 @@
-"""Whole tiny models through generated kernels: every region's kernel runs under Triton's interpreter on CPU tensors, launched by the program."""
+"""Whole tiny models through generated kernels: every region's kernel runs under Triton's interpreter on CPU tensors, launched by the
+program.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ SCRIPT = Path(__file__).with_name("generated_model.py")
 @pytest.mark.parametrize("family, sizes", [("llama", "static"), ("gpt2", "static"), ("llama", "dynamic")])
 def test_a_model_runs_by_its_generated_kernels(family, sizes, tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "DSI_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", SCRIPT, family, sizes], env=environment, capture_output=True, text=True, timeout=500)
+    command = [sys.executable, "-W", "ignore", SCRIPT, family, sizes]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert len(result["errors"]) == (6 if sizes == "dynamic" else 3)

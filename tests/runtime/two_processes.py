@@ -1,4 +1,6 @@
-"""Run as a script: compiles a small Llama's decode step by backend="dsi" and prints, as JSON, the seconds of each part after AOTAutograd's tracing."""
+"""Run as a script: compiles a small Llama's decode step by backend="dsi" and prints, as JSON, the seconds of each part after AOTAutograd's
+tracing.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-import torch
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
-import dsi.compiler.backend as backend
-import zoo
-from bench.generate import cache_argument, static_cache
-from dsi.runtime import inductor_api
+import dsi.compiler.backend as backend  # noqa: E402
+import zoo  # noqa: E402
+from dsi.runtime import inductor_api  # noqa: E402
+
+from bench.generate import cache_argument, static_cache  # noqa: E402
 
 
 def main() -> None:
