@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import typer
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
 Against = Annotated[str, typer.Option(help="Comparators, by commas (bench/comparators.py names them).")]
 Json = Annotated[Path | None, typer.Option("--json", help="File for everything that was measured.")]
@@ -116,7 +116,7 @@ def regions_command(
     json: Json = None,
 ) -> None:
     """The four regions of a GPT layer, each alone, for one token."""
-    from bench import regions
+    from bench import gpt_regions as regions
 
     shared = settings(against, blocks, dtype, small, budget, json)
     sizes = [64] if small else numbers(widths)

@@ -112,12 +112,16 @@ def compare(workload: Workload, report: Report) -> list[Outcome]:
             expected = _measured.get(name, side.seconds if not report.settings.small else 0.0) * workload.weight
             if report.fits(f"{workload.title}: {name}", expected):
                 outcomes.append(_ready(workload, side, reference, eager, bound, report))
+        for outcome in outcomes:  # after everything is compiled: what a graph of ours holds must not move any more
+            if outcome.timer is not None and outcome.side.captures and torch.cuda.is_available():
+                _capture(outcome.timer, workload, bound, outcome)
         timers = [outcome.timer for outcome in outcomes if outcome.timer is not None]
         report.say(f"{workload.title}: timing {len(timers)} sides in {report.settings.blocks} blocks")
-        timing.interleave(timers, report.settings.blocks)
-    row = _row(workload, outcomes, report)
-    report.add(row)
-    _print(row, report)
+        try:
+            timing.interleave(timers, report.settings.blocks)
+        finally:  # where the device failed, no more can be run in this process; what is known is kept
+            report.add(_row(workload, outcomes, report))
+    _print(report.rows[-1], report)
     reset()
     return outcomes
 
@@ -163,8 +167,6 @@ def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bou
         workload.prepare()
         outcome.profile = timing.profile(calls[0])
         timer.launches = 1 if outcome.profile.graphs else outcome.profile.launches
-        if torch.cuda.is_available() and side.captures:
-            _capture(timer, calls, workload, bound, outcome)
         outcome.timer = timer
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -175,8 +177,9 @@ def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bou
     return outcome
 
 
-def _capture(timer: timing.Timer, calls: Sequence[Callable[[], Tensor]], workload: Workload, bound: float, outcome: Outcome) -> None:
-    """Capture a side's calls, and hold what a replay gives against the calls themselves. A failure to capture is noted, no more."""
+def _capture(timer: timing.Timer, workload: Workload, bound: float, outcome: Outcome) -> None:
+    """Capture a side's calls, and hold what a replay gives against the calls themselves. A failure to capture is noted, no more; a side
+    whose replay is wrong is not timed."""
     try:
         result = timer.capture()
     except Exception as error:
@@ -188,11 +191,11 @@ def _capture(timer: timing.Timer, calls: Sequence[Callable[[], Tensor]], workloa
     timer.graph.replay()
     replayed = result.float().clone()
     workload.prepare()
-    for call in calls[: workload.in_graph]:
+    for call in timer.calls[: workload.in_graph]:
         expected = call()
     off = timing.relative_error(replayed, expected.float())
     if not off <= bound:
-        raise ArithmeticError(f"wrong: a replay of its CUDA graph is {off:.1e} off the call")
+        outcome.timer, outcome.problem = None, f"wrong: a replay of its CUDA graph is {off:.1e} off the call"
 
 
 # --------------------------------------------------------------------------------------------------------------------- what is said

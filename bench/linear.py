@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench import path, timing
 from bench.comparators import DTYPES, FLOOR, SLACK, WIDER, reset
-from bench.regions import copies_past_cache
+from bench.gpt_regions import copies_past_cache
 from bench.report import Report, Settings, figure
 
 SHAPES = (

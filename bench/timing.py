@@ -156,9 +156,12 @@ class Timer:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         result = None
+        # cuBLAS keeps scratch memory for each stream, which others clear (Inductor's CUDA graphs do): the graph must hold its own.
+        torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.graph(graph, stream=stream):
             for call in self.calls[: self.in_graph]:
                 result = call()
+        torch._C._cuda_clearCublasWorkspaces()
         self.graph = graph
         return result
 

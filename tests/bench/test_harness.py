@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import attention, comparators, decode, linear, regions, shapes, timing
+from bench import attention, comparators, decode, gpt_regions, linear, shapes, timing
 from bench.__main__ import app
 from bench.comparators import Side, Workload, compare
 from bench.report import Report, Settings
@@ -211,7 +211,7 @@ def test_all_copies_of_a_region_share_what_was_compiled():
     for name in ("qkv", "attention", "mlp_in", "mlp_out"):
         torch._dynamo.reset()
         counters.clear()
-        work = regions.workload(name, 64, 24, torch.float32, "cpu")
+        work = gpt_regions.workload(name, 64, 24, torch.float32, "cpu")
         with torch.no_grad():
             for call in work.compile_for(side):
                 call()
