@@ -65,7 +65,7 @@ def nonnegative(expr: sympy.Expr) -> bool:
     """Whether `expr` >= 0 wherever every size is. False means: not proved."""
     if expr.is_Integer:
         return bool(expr >= 0)
-    # Sizes are at least 1: where one is 0 there is no point to speak of. A symbol that is no size (an int that a user passes) may be negative.
+    # Sizes are at least 1: where one is 0 there is no point to speak of. An int that a user passes is no size, and may be negative.
     shifted = sympy.expand(expr.xreplace({s: s + 1 for s in expr.free_symbols if s.is_positive}))
     for term in sympy.Add.make_args(shifted):
         number, rest = term.as_coeff_Mul()
