@@ -50,7 +50,7 @@ class Step:
     frees: tuple[int, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """Steps over slots. Slots 0 .. inputs-1 are the inputs; `constants` are preset. Boxed: call it with a list of inputs, which it
     empties.
