@@ -16,13 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import fx
-
 from dsi.ir import analysis, ops
 from dsi.ir.context import Context
 from dsi.ir.region import Region
 from dsi.ir.source import source_line
 from dsi.ir.spec import Aliases, output_aliases
+from torch import fx
 
 _COPY = torch.ops.aten.copy_.default
 

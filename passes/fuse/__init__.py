@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import operator
 
-from torch import fx
-
 from dsi.ir.context import Context
 from dsi.ir.errors import Refusal
 from dsi.ir.source import source_line
+from torch import fx
 
 from .convexity import Partition, Piece
 from .dataflow import Flow, is_effect, is_factory, is_tensor, share_sizes

@@ -8,12 +8,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
-from torch.fx.node import map_arg
-
 from dsi.ir import analysis, ops
 from dsi.ir.errors import Refusal, Refused
 from dsi.ir.tile import Plan
+from torch import fx
+from torch.fx.node import map_arg
 
 from .dataflow import Flow, expression, is_tensor, is_view, smaller
 

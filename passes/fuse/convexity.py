@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import fx
-
 from dsi.ir.tile import Plan
+from torch import fx
 
 from .dataflow import Flow
 

@@ -14,17 +14,19 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
-
 from dsi.ir import ops
 from dsi.ir.errors import Refusal
 from dsi.ir.source import source_line
+from torch import fx
 
 aten = torch.ops.aten
 
 ANCHOR_KINDS: dict[Any, str] = {ops.linear: "linear", ops.attention: "attention", ops.embedding: "embedding"}
 
-_FACTORIES = {aten.arange, aten.full, aten.zeros, aten.ones, aten.empty, aten.scalar_tensor, aten.eye}
+_FACTORIES = {
+    *(aten.arange, aten.full, aten.zeros, aten.ones, aten.empty, aten.scalar_tensor, aten.eye),
+    *(aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.new_full, aten.new_zeros, aten.new_ones, aten.new_empty),
+}
 
 
 def is_view(node: fx.Node) -> bool:
@@ -50,7 +52,7 @@ def is_effect(node: fx.Node) -> bool:
 
 
 def is_factory(node: fx.Node) -> bool:
-    """Whether `node` makes a tensor from sizes and literals alone (`arange`, `full`)."""
+    """Whether `node` makes a tensor from sizes and literals alone (`arange`, `full`, `zeros_like`)."""
     return node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _FACTORIES
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
-
 from dsi.ir import ops
 from dsi.ir.errors import Refusal
+from torch import fx
 
 from .convexity import Partition, Piece
 from .dataflow import ANCHOR_KINDS, Flow, is_view

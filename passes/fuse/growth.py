@@ -17,11 +17,10 @@ integers that index: rotation tables and masks, which all layers share, stay row
 
 from __future__ import annotations
 
-from torch import fx
-
 from dsi.ir import ops
 from dsi.ir.errors import Refusal
 from dsi.ir.tile import AttentionPlan, LinearPlan, RowPlan
+from torch import fx
 
 from .candidate import Candidate, Planner, input_views, make_candidate, outputs_of
 from .convexity import Partition, Piece
@@ -220,14 +219,14 @@ class Grower:
                 self.partition.remove(piece)
                 self.flow.refusals.pop(node, None)  # why it can be in no region at all says more than why not in that one
                 self.flow.refuse(node, refusal)
-        self.merge("row")
-        self._dissolve_index_rows()
-        self._merge_equal_rows()
         for node in self.flow.core:
             if self.flow.fusable(node) and is_factory(node) and node not in self.partition.provider:
                 for piece in dict.fromkeys(p for r, _ in self.flow.uses(node) for p in self.partition.holders.get(r, ())):
                     if piece.kind == "row" and not self._writes_into(piece, node):
                         self.attempt(piece, [node], provide=False)
+        self.merge("row")
+        self._dissolve_index_rows()
+        self._merge_equal_rows()
 
     def merge(self, kind: str) -> None:
         """Unite pieces of one kind of which one reads the other, until nothing changes."""

@@ -7,12 +7,11 @@ from collections import Counter
 from typing import Any
 
 import networkx
-from torch import fx
-
 from dsi.ir import analysis, ops
 from dsi.ir.context import Context
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.region import Region
+from torch import fx
 
 from .candidate import body_of, refake
 from .convexity import Item, Partition, Piece

@@ -6,10 +6,9 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
-
 from dsi.ir import ops
 from dsi.ir.region import Region
+from torch import fx
 
 
 def unfuse(gm: fx.GraphModule) -> None:

@@ -10,9 +10,8 @@ from dsi.ir import ops
 from dsi.ir.spec import check_graph, output_aliases
 from dsi.passes.fuse import fuse, unfuse
 from dsi.passes.lower import lower
-
 from fuse.capture import Capture
-from fuse.graphs import D, WIDTH, assert_equal, context, heads, trace, weight
+from fuse.graphs import WIDTH, D, assert_equal, context, heads, trace, weight
 
 B, S, L = 2, 3, 11
 
@@ -215,16 +214,16 @@ def test_cache_that_is_never_written_back():
     assert in_place(ctx) == [] and "copies the whole cache" in ctx.report.notes[0]
 
 
-def test_cache_that_the_graph_makes():
-    def f(x, w, pos):
-        cache = torch.zeros(B, 4, L, 16)
+@pytest.mark.parametrize("like", [False, True])
+def test_cache_that_the_graph_makes(like):
+    def f(x, w, model, pos):
+        cache = torch.zeros_like(model) if like else torch.zeros(B, 4, L, 16)
         new = D.kv_write(cache, pos, heads(D.linear(x, w)), dim=2)
         return new, D.attention(heads(x), new[:, :, :S], new[:, :, :S], scale=0.25)
 
-    x, w, _, pos = _inputs()
-    gm, ctx = lowered(f, x, w, pos)
-    assert in_place(ctx) == [("kv_write", "zeros")] and not ctx.report.notes
-    assert_equal(f, run_in_place(gm), (x, w, pos))
+    gm, ctx = lowered(f, *_inputs())
+    assert in_place(ctx) == [("kv_write", "zeros_like" if like else "zeros")] and not ctx.report.notes
+    assert_equal(f, run_in_place(gm), _inputs())
 
 
 def test_cache_that_the_graph_makes_and_reads_otherwise():
