@@ -1,156 +1,111 @@
-"""`python -m bench regions`: the four regions of a GPT layer, each alone, against unfused eager PyTorch: one token, a context of 1,024.
+"""Regions and rule hits of five architectures, per layer and per model, as Markdown tables. Needs no GPU: nothing is run but references.
 
-1. qkv: layer norm, query/key/value projection, bias.
-2. attention: the new key and value into the cache, attention over it.
-3. mlp_in: output projection with bias and residual, layer norm, first feed-forward projection with bias and GELU.
-4. mlp_out: second projection, bias, residual.
+python -m bench.regions [--hits]
 """
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Sequence
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from bench import timing
-from bench.comparators import DTYPES, WIDER, Side, Workload, compare, summary
+from bench.generate import cache_argument, static_cache
 from bench.models import hot
-from bench.report import Report, Settings
 
-HEADS = {64: 4, 1600: 25, 4256: 28, 12288: 96}
-PAST = 4  # weights of all copies over the last-level cache
-MOST_COPIES = 40
-LEAST_CALLS = 10
+MODELS = ("GPT-2", "OPT", "Llama", "BERT", "GPT-NeoX")
 
 
-class QKV(nn.Module):
-    """x [1, 1, H] -> [1, 1, 3H]."""
+def model_of(name: str, layers: int) -> Any:
+    """A toy of the architecture with hot random weights: regions do not depend on the width."""
+    import transformers as T
 
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm, self.project = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(self.norm(x))
-
-
-class Attention(nn.Module):
-    """qkv [1, 1, 3H] and the position [1] -> [1, 1, H], over a cache of `context` tokens of which those up to the position are live."""
-
-    def __init__(self, width: int, heads: int, context: int):
-        super().__init__()
-        self.heads, self.size = heads, width // heads
-        for name in ("keys", "values"):
-            self.register_buffer(name, torch.randn(1, heads, context, self.size))
-
-    def forward(self, qkv: Tensor, position: Tensor) -> Tensor:
-        q, k, v = (part.view(1, 1, self.heads, self.size).transpose(1, 2) for part in qkv.split(qkv.shape[-1] // 3, dim=-1))
-        assert isinstance(self.keys, Tensor) and isinstance(self.values, Tensor)
-        self.keys.index_copy_(2, position, k)
-        self.values.index_copy_(2, position, v)
-        mask = (torch.arange(self.keys.shape[2], device=qkv.device) <= position)[None, None, None]
-        out = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask)
-        return out.transpose(1, 2).reshape(1, 1, -1)
+    tokens: dict[str, Any] = dict(vocab_size=199, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    sizes: dict[str, Any] = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=layers)
+    config = {
+        "GPT-2": lambda: T.GPT2Config(**tokens, n_embd=64, n_head=4, n_layer=layers, n_positions=64),
+        "OPT": lambda: T.OPTConfig(**tokens, **sizes, ffn_dim=96, max_position_embeddings=64, word_embed_proj_dim=64),
+        "Llama": lambda: T.LlamaConfig(**tokens, **sizes, intermediate_size=96, num_key_value_heads=2),
+        "BERT": lambda: T.BertConfig(vocab_size=199, **sizes, intermediate_size=96),
+        "GPT-NeoX": lambda: T.GPTNeoXConfig(**tokens, **sizes, intermediate_size=96, rotary_pct=0.25),
+    }[name]()
+    torch.manual_seed(0)
+    return hot((T.AutoModel if name == "BERT" else T.AutoModelForCausalLM).from_config(config))
 
 
-class MLPIn(nn.Module):
-    """attention's output and the residual [1, 1, H] -> (FF activations [1, 1, 4H], the new residual [1, 1, H]), side by side."""
+def report_of(name: str, phase: str, layers: int) -> Any:
+    """What dsi reports of the one graph of a phase: "encode", or "prefill" or "decode" with a static cache."""
+    import dsi
 
-    def __init__(self, width: int):
-        super().__init__()
-        self.out, self.norm, self.first = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 4 * width)
-
-    def forward(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = residual + self.out(attended)
-        return F.gelu(self.first(self.norm(residual)), approximate="tanh"), residual
-
-
-class MLPOut(nn.Module):
-    """FF activations [1, 1, 4H] and the residual [1, 1, H] -> [1, 1, H]."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.second = nn.Linear(4 * width, width)
-
-    def forward(self, inner: Tensor, residual: Tensor) -> Tensor:
-        return residual + self.second(inner)
-
-
-def run(settings: Settings, widths: Sequence[int], context: int, only: Sequence[str]) -> Report:
-    """Benchmark the regions named `only` at every width."""
-    report = Report("regions", settings)
-    report.measure_rates()
-    dtype = DTYPES[settings.dtype or ("fp32" if settings.small else "fp16")]
-    for width in widths:
-        for name in only:
-            if report.fits(f"{name} of width {width}", 0 if settings.small else 10):
-                compare(workload(name, width, context, dtype, settings.device), report)
-    summary(report)
-    return report
+    model = model_of(name, layers)
+    ids = torch.randint(3, 199, (2, 9), generator=torch.Generator().manual_seed(0))
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if phase == "encode":
+        inputs["attention_mask"] = torch.ones_like(ids)
+    else:
+        # Mask and positions are given, as generate gives them: without, OPT reads the cache's length into Python, which breaks the graph.
+        positions = torch.arange(9).expand(2, 9)
+        inputs |= {cache_argument(model): static_cache(model, 16, 2), "position_ids": positions, "attention_mask": torch.ones(2, 9).long()}
+    if phase == "decode":
+        with torch.no_grad():
+            model(**inputs)
+        last = {"input_ids": ids[:, :1].contiguous(), "position_ids": torch.full((2, 1), 9)}
+        inputs |= {**last, "attention_mask": torch.ones(2, 10).long()}
+    torch._dynamo.reset()  # many models share transformers' wrappers, and Dynamo compiles each function only so often
+    explanation = dsi.explain(model, options={"executor": "reference", "library": False}, **inputs)
+    (graph,) = explanation.graphs
+    return graph
 
 
-def make(name: str, width: int, context: int) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
-    """The module of a region, and the shapes of its floating-point inputs."""
-    one = (1, 1, width)
-    if name == "qkv":
-        return QKV(width), (one,)
-    if name == "attention":
-        return Attention(width, HEADS[width], context), ((1, 1, 3 * width),)
-    if name == "mlp_in":
-        return MLPIn(width), (one, one)
-    if name == "mlp_out":
-        return MLPOut(width), ((1, 1, 4 * width), one)
-    raise ValueError(f"unknown region {name!r}; known: qkv, attention, mlp_in, mlp_out")
+def kinds_of(report: Any) -> Counter[str]:
+    """Regions by kind."""
+    return Counter(region.kind for region in report.regions)
 
 
-def workload(name: str, width: int, context: int, dtype: torch.dtype, device: str) -> Workload:
-    """A region on every side. Its weights (or caches) have so many copies that none is still in the last-level cache at its next turn."""
-    with torch.device(device):
-        module, shapes = make(name, width, context)
-        module = module.to(dtype).eval()
-        if name != "attention":
-            hot(module)
-        inputs: list[Any] = [torch.randn(shape).to(dtype) for shape in shapes]
-        if name == "attention":
-            inputs.append(torch.tensor([context - 1]))
-    moved = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
-    modules = [module, *(copy.deepcopy(module) for _ in range(copies_past_cache(moved) - 1))]
-
-    def compile_for(side: Side) -> list[Callable[[], Tensor]]:
-        compiled = [side.compile(one) for one in modules]
-        return block_of([lambda one=one: first(one(*inputs)) for one in compiled])  # type: ignore[misc]
-
-    def reference() -> Tensor:
-        wide = copy.deepcopy(module).to(WIDER[dtype])
-        return first(wide(*(x.to(WIDER[dtype]) if x.is_floating_point() else x for x in inputs)))[None]
-
-    return Workload(
-        title=f"{name}, width {width}, {len(modules)} copies",
-        facts={"region": name, "width": width, "heads": HEADS[width], "context": context, "copies": len(modules)},
-        dtype=dtype,
-        compile_for=compile_for,
-        reference=reference,
-        moved=moved,
-        in_graph=len(modules),
-        weight=0.1,
-    )
+def more(two: Counter[str], one: Counter[str]) -> dict[str, int]:
+    """What `two` counts more than `one` (less: negative), entry by entry."""
+    return {key: two[key] - one[key] for key in sorted({*two, *one}) if two[key] != one[key]}
 
 
-def first(result: Any) -> Tensor:
-    """The first output, by which a region is judged."""
-    return result[0] if isinstance(result, tuple) else result
+def spoken(counts: Mapping[str, int]) -> str:
+    """Counts in words: "4 linear, 1 attention"."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if count)
 
 
-def block_of(calls: list[Callable[[], Tensor]]) -> list[Callable[[], Tensor]]:
-    """The calls over and over, so that a block has `LEAST_CALLS` and its synchronisation counts for little."""
-    return calls * math.ceil(LEAST_CALLS / len(calls))
+def main(words: list[str] | None = None) -> int:
+    """Print the tables; 0 where every layer is four linear regions and one of attention, and leaves no operator alone."""
+    parser = argparse.ArgumentParser(prog="python -m bench.regions", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--hits", action="store_true", help="the hits of each rule too")
+    arguments = parser.parse_args(words)
+    good = True
+    rows, hits, left = [], [], {}
+    for name in arguments.models.split(","):
+        for phase in ("encode",) if name == "BERT" else ("prefill", "decode"):
+            one, two = report_of(name, phase, 1), report_of(name, phase, 2)
+            layer = more(kinds_of(two), kinds_of(one))
+            once = more(kinds_of(one), Counter(layer))
+            good = good and layer == {"linear": 4, "attention": 1} and len(one.unfused) == len(two.unfused)
+            rows.append([name, phase, spoken(layer), spoken(once), str(len(two.unfused))])
+            hits.append([name, phase, spoken(more(two.hits, one.hits))])
+            left |= {refusal.reason: refusal for refusal in two.unfused}
+    print_table(["model", "phase", "regions a layer", "regions once a model", "operators left alone"], rows)
+    for refusal in left.values():
+        print(f"\nLeft alone: {refusal}")
+    if arguments.hits:
+        print()
+        print_table(["model", "phase", "rules that fire in a layer"], hits)
+    return 0 if good else 1
 
 
-def copies_past_cache(size: int) -> int:
-    """How many copies of `size` bytes make `PAST` last-level caches; 2 without a device."""
-    return max(2, min(MOST_COPIES, math.ceil(PAST * timing.cache_bytes() / max(size, 1))))
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    """A Markdown table."""
+    for row in (head, ["---"] * len(head), *rows):
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
