@@ -10,6 +10,7 @@ import torch
 from dsi.ir.errors import DsiError
 from dsi.ir.ops import REGISTRY
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from .pattern import _unknown, widened
 from .vocabulary import OPS, Target, invoke, spell
@@ -106,6 +107,8 @@ class GraphBuilder(Builder):
 
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> fx.Node:
         positional, named = spell(target, args, kwargs)
+        if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in tree_leaves((positional, named))):
+            raise DsiError(f"{target} is built with a symbolic size as a number; dsi.size(x, dim) gives it as a value of the graph")
         # Named for the operator alone ("rope_1"), as AOTAutograd names its nodes.
         name = target._opname if isinstance(target, torch._ops.OpOverload) else None
         node = self._graph.create_node("call_function", target, positional, named, name)

@@ -152,7 +152,7 @@ class Attention(Rule):
             scale *= m.alpha
         bias = None
         if m.present("alibi"):
-            bias = dsi.aten.view(m.alibi, [m.sizes[0], m.sizes[1], m.shape("alibi")[1], -1])
+            bias = dsi.aten.view(m.alibi, [m.sizes[0], m.sizes[1], dsi.size(m.alibi, 1), -1])
         elif m.present("keep"):
             numbers = (0.0, m.fill) if m.tag("choice") == "where" else (m.fill, 0.0)
             bias = dsi.call(torch.ops.aten.where.Scalar, m.keep, *numbers)
@@ -164,7 +164,8 @@ class Attention(Rule):
         shape = (*m.shape("scores")[:2], *m.shape(flat)[1:])
         if m.same(m.shape(name), shape):
             return getattr(m, name)
-        return dsi.aten.view(getattr(m, name), [m.sizes[0], m.sizes[1], *m.shape(flat)[1:]])
+        sizes = {"rows": m.flat_q, "flat_values": m.flat_v}[flat]
+        return dsi.aten.view(getattr(m, name), [m.sizes[0], m.sizes[1], *sizes[1:]])
 
     def sample(self, s):
         b, h, t, length, d, dv = s.size("B"), s.size("H"), s.size("T"), s.size("L"), s.size("D"), s.size("V")

@@ -59,10 +59,10 @@ class LinearFlattened(Rule):
 
     def rewrite(self, dsi, m):
         *leading, _ = m.output().shape
-        inner = m.shape("rows")[-1]
         x = m.x
-        if not m.same(m.shape("x"), (*leading, inner)):
+        if not m.same(m.shape("x"), (*leading, m.shape("rows")[-1])):
             # The sizes as the graph spells them; a symbolic one is a node.
+            inner = m.flat[-1] if m.tag("rows") == "flattened" else dsi.size(x, 1)
             x = dsi.aten.view(x, [*m.sizes[:-1], inner])
         return dsi.linear(x, m.w, m.bias, kn=m.tag("stored") == "kn")
 

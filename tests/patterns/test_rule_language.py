@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from dsi.ir.errors import DsiError
 from dsi.ir.options import Options
+from dsi.ir.spec import check_graph
 from dsi.passes.recognise import recognise
 from dsi.patterns.engine import apply_rules, find
 from dsi.patterns.rule import Rule, compile_rule
@@ -254,3 +255,21 @@ def test_a_users_rule_runs_before_and_after_the_built_in_ones():
     recognise(gm, context)
     assert context.report.hits["double_silu"] == 1
     torch.testing.assert_close(gm(X), F.silu(F.silu(X)))
+
+
+def test_a_symbolic_size_is_built_as_a_value_of_the_graph():
+    def flattened(number):
+        return lambda self, dsi, m: dsi.aten.view(dsi.aten.view(m.x, [number(dsi, m), -1]), dsi.sizes(m.x))
+
+    gm, context = aten_graphs.traced(lambda x: x.tanh().cos(), X, symbolic=True)
+    base = rule(lambda self, op, x: op.tanh(x), lambda self, dsi, m: dsi.activation(m.x, "tanh"))
+    wrong = type("Wrong", (base,), {"rewrite": flattened(lambda dsi, m: m.shape("x")[0])})
+    with pytest.raises(DsiError, match=r"dsi\.size"):
+        apply_rules(gm, (wrong,), context)
+    right = type(
+        "Right", (base,), {"rewrite": lambda self, dsi, m: dsi.activation(flattened(lambda dsi, m: dsi.size(m.x, 0))(self, dsi, m), "tanh")}
+    )
+    assert apply_rules(gm, (right,), context)["right"] == 1
+    check_graph(gm, "aten", context.fake_mode)
+    x = torch.randn(4, 7, 3)
+    torch.testing.assert_close(gm(x), x.tanh().cos())
