@@ -10,7 +10,7 @@ from dsi.ir.source import source_line
 from torch import fx
 
 from .convexity import Partition, Piece
-from .dataflow import Flow, is_effect, is_factory, is_tensor, share_sizes
+from .dataflow import Flow, is_effect, is_factory, is_tensor, share_sizes, spell_alike
 from .grouping import place_anchors
 from .growth import Grower
 from .outline import Outliner, execution_order, label_of, roles_of
@@ -26,6 +26,7 @@ def fuse(gm: fx.GraphModule, context: Context) -> None:
     `context.report.regions` in the order in which they run, and every operator that is in none to `context.report.unfused` with the reason.
     """
     share_sizes(gm.graph)
+    spell_alike(gm.graph)
     flow = Flow.of(gm.graph)
     partition = Partition(flow)
     grower = Grower(flow, partition)

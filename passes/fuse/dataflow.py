@@ -84,6 +84,24 @@ def why_outside(node: fx.Node) -> str | None:
     return None
 
 
+def spell_alike(graph: fx.Graph) -> None:
+    """Leave out arguments of semantic operators that are the defaults: how a rule spelled them must not tell equal layers apart."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not ops.is_semantic(node.target):
+            continue
+        defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+        names = [a.name for a in node.target._schema.arguments]
+        args = list(node.args)
+        while args and _is_default(args[-1], defaults, names[len(args) - 1]):
+            args.pop()
+        node.args = tuple(args)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if not _is_default(v, defaults, k)}
+
+
+def _is_default(value: Any, defaults: dict[str, Any], name: str) -> bool:
+    return not isinstance(value, fx.Node) and name in defaults and type(value) is type(defaults[name]) and value == defaults[name]
+
+
 def share_sizes(graph: fx.Graph) -> None:
     """Read every size where it is known first: a size asked of a value inside a region would make that value leave the region."""
     known: dict[sympy.Expr, fx.Node] = {}

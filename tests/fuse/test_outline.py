@@ -253,3 +253,14 @@ def test_a_size_asked_of_an_inner_value_does_not_make_it_leave():
     check_graph(gm, "regions")
     assert labels(ctx) == ["linear + relu"] and len(ctx.report.regions[0].outputs) == 1
     assert_equal(f, gm, inputs)
+
+
+def test_spelled_out_defaults_make_no_other_kernel():
+    def f(x, w):
+        y = D.attention(*[heads(D.linear(x, w))] * 3, None, None, scale=0.25, causal=False, window=0, softcap=0.0)
+        y = D.linear(y.transpose(1, 2).reshape(B, S, WIDTH), w, None, kn=False)
+        return D.linear(D.attention(*[heads(D.linear(y, w))] * 3, scale=0.25).transpose(1, 2).reshape(B, S, WIDTH), w)
+
+    _, ctx = fused(f, x3(), weight(WIDTH, WIDTH))
+    assert labels(ctx) == ["linear", "attention + clone", "linear"] * 2
+    assert len({r.key for r in ctx.report.regions if r.kind == "attention"}) == 1
