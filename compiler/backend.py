@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def dsi(
     """
     parsed = with_rules(Options.parse(options, mode))
     context = Context(parsed, fuel=Fuel(parsed.fuel))
-    with observe.observing(gm, context) as observer:
+    with _compiling(), observe.observing(gm, context) as observer:
         with observer.timed("guard"):
             reason = why_aside(gm, example_inputs)
         if reason:
@@ -41,6 +42,23 @@ def dsi(
                 observer.run(stage, gm)
         compiled = _through_aot(gm, example_inputs, observer)
     return check.beside(compiled, reference) if reference is not None else compiled
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Within: `torch.compiler.is_compiling()`.
+
+    Older torch does not say so while it compiles, and takes another thread's call of a compiled function for one made by tracing: an error.
+    """
+    before = getattr(torch.compiler, "_is_compiling_flag", None)
+    if before is None:
+        yield
+        return
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _through_aot(gm: fx.GraphModule, example_inputs: Sequence[Any], observer: observe.Observer) -> Callable[..., Any]:

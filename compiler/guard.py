@@ -125,8 +125,9 @@ def is_random(node: fx.Node) -> bool:
         return _seeded(node.target) and not _switched_off(node, node.target)
     if node.op in ("call_function", "call_method"):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-        return packet is not None and any(_seeded(getattr(packet, overload)) for overload in packet.overloads()) and name not in _SWITCHED
+        packet = getattr(torch.ops.aten, name, None) if name not in _SWITCHED else None
+        if isinstance(packet, torch._ops.OpOverloadPacket):  # `torch.ops.aten` also has the attributes of any object
+            return any(_seeded(getattr(packet, overload)) for overload in packet.overloads())
     return False
 
 

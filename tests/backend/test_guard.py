@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dsi.compiler import observe
+from dsi.compiler.guard import is_random
 from dsi.compiler.observe import collecting
 from torch import nn
 
@@ -225,6 +226,12 @@ def test_operators_that_draw_nothing_are_compiled(name):
     with torch.no_grad(), collecting() as contexts:
         torch.testing.assert_close(compile_with(function)(x), function(x))
     assert_compiled(contexts, 1)
+
+
+@pytest.mark.parametrize("name", ["__str__", "__eq__", "overloads", "not an identifier", ""])
+def test_names_that_are_no_operators_are_not_random(name):
+    node = torch.fx.Graph().create_node("call_method", name)
+    assert not is_random(node)
 
 
 _LIBRARY = torch.library.Library("dsi_test_guard", "FRAGMENT")
