@@ -107,7 +107,7 @@ def _why_not_in_place(copy: fx.Node, chain: list[_Write], aliases: Aliases) -> s
         return f"{cache.name} is written to by {others[0].name} too"
     states = [cache, *(w.value for w in chain)]
     for write, state in zip(chain, states, strict=False):
-        if reason := _why_region_reads(write):
+        if reason := _why_writer_reads(write):
             return reason
         for reader, _ in _readers(state):
             if reader not in (write.at, copy) and reader.op != "output" and order[reader] > order[write.at]:
@@ -119,12 +119,14 @@ def _why_not_in_place(copy: fx.Node, chain: list[_Write], aliases: Aliases) -> s
     return None
 
 
-def _why_region_reads(write: _Write) -> str | None:
-    """Why the region of `write` cannot have input and output in one place: it looks at the cache otherwise, too."""
+def _why_writer_reads(write: _Write) -> str | None:
+    """Why `write` cannot have its input and its result in one place: what writes looks at the cache otherwise, too."""
+    given = [a for a in write.at.args if isinstance(a, fx.Node)]
+    through = [shown for reader, shown in _readers(write.cache) if reader is write.at and shown is not write.cache]
+    if through or given.count(write.cache) > 1:
+        return f"{write.at.name} reads {write.cache.name} otherwise, too{f' (as {through[0].name})' if through else ''}"
     if write.region is None:
         return None
-    if sum(a is write.cache for a in write.at.args) > 1:
-        return f"{write.at.name} is given {write.cache.name} twice"
     others = [n for n in write.region.inputs[write.input].users if n is not write.region.outputs[write.output]]
     return f"{write.at.name} reads {write.cache.name} otherwise, too ({others[0].name})" if others else None
 
@@ -139,7 +141,7 @@ def _why_not_reused(write: _Write) -> str | None:
             if cache.op == "placeholder"
             else f"{cache.name} is not the graph's own"
         )
-    if reason := _why_region_reads(write):
+    if reason := _why_writer_reads(write):
         return reason
     if write.region is None:
         return f"{write.at.name} is in no region"

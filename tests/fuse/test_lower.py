@@ -158,6 +158,31 @@ def test_new_value_returned_as_a_tensor_of_its_own(view):
     assert "returned" in ctx.report.notes[0]
 
 
+@pytest.mark.parametrize("fuel", [None, 0])
+def test_writer_that_reads_the_cache_itself(fuel):
+    def f(cache, pos):
+        # Rows move within the cache: written in place, a row could be read after it has been replaced.
+        cache.copy_(D.kv_write(cache, pos, cache[:, :, :S], dim=2))
+        return pos + 1
+
+    inputs = torch.randn(B, 4, L, 16), torch.tensor([1, 2, 0])
+    gm, ctx = lowered(f, *inputs, fuel=fuel)
+    assert in_place(ctx) == [] and len(copies(gm)) == 1
+    assert "otherwise" in ctx.report.notes[0]
+    assert_equal(f, run_in_place(gm), inputs)
+
+
+def test_writer_that_is_given_a_view_of_the_cache():
+    def f(x, w, cache, pos):
+        early = torch.as_strided(cache, (B, 4, S, 16), (4 * L * 16, L * 16, 16, 1))  # no plan can take this view in
+        cache.copy_(D.kv_write(cache, pos, heads(D.linear(x, w)) + early, dim=2))
+        return pos + 1
+
+    gm, ctx = lowered(f, *_inputs())
+    assert in_place(ctx) == [] and len(copies(gm)) == 1
+    assert_equal(f, run_in_place(gm), _inputs())
+
+
 def test_two_writes_one_after_the_other():
     def f(x, w, cache, pos):
         first = D.kv_write(cache, pos, heads(D.linear(x, w)), dim=2)
