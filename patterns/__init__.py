@@ -1,6 +1,6 @@
 """Rules: how they are written (`rule`), matched (`matcher`, `engine`), applied (`rewriter`) and verified (`verify`).
 
-The semantics of matching. Each has a negative test in `tests/patterns/test_semantics.py`.
+The semantics of matching. Each has a negative test in `tests/patterns/test_semantics.py` or `test_rewriter.py`.
 
 1. *Escapes.* Only values that `pattern` returns may be read outside the match.
 2. *Convexity.* No path leaves the match and comes back to it.

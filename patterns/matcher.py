@@ -161,9 +161,8 @@ class Matcher:
                 continue
             accepted = pattern.op.fixed.get(p.name, p.default)
             if not equal_literals(accepted, named[p.name]):
-                self._fail(
-                    state, lambda p=p: f"argument {p.name} of {_show(node)} is {_show(named[p.name])}, of which the pattern says nothing"
-                )
+                said = f"argument {p.name} of {_show(node)} is {_show(named[p.name])}, of which the pattern says nothing"
+                self._fail(state, said.__str__)
                 return
         if pattern.op.commutative:
             # A call on a literal and a tensor has one spelling only, but a pattern may have been written either way.

@@ -81,6 +81,10 @@ class Rewriter:
         for old, new in replaced:
             self._substitute(old, new, compiled)
         self._erase(nodes, match)
+        for node in reversed(builder.made):
+            if is_dead(node):
+                self.graph.erase_node(node)
+                self.erased.add(node)
         self.created += [n for n in builder.made if n not in self.erased]
         return True
 
