@@ -345,7 +345,9 @@ def test_a_norm_seen_as_heads() -> None:
         h = dsi.rms_norm(x, g, eps=1e-5)
         return h.view(B, S, 3, 4).transpose(1, 2).clone(), x + 1
 
-    assert len(check(normed, tensors((B, S, 12), (12,))).reductions) == 1
+    plan = check(normed, tensors((B, S, 12), (12,)))
+    assert len(plan.reductions) == 1
+    assert plan.stores[0].coords == (FloorDiv(R, S), FloorDiv(C, 4), Mod(R, S), Mod(C, 4)), "neighbouring columns are neighbours in memory"
 
 
 @BOTH
