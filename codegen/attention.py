@@ -19,7 +19,7 @@ from .cost import power_of_two
 from .integers import normalise
 from .kernel import Choice
 from .pointwise import literal
-from .printer import Bound, Printer, Text, Tile, conjunction
+from .printer import Bound, Printer, Text, Tile, conjunction, unrounded
 from .statistics import divisible
 
 
@@ -133,9 +133,10 @@ class Attention:
     def operand(self, printer: Printer, expr: t.Expr, hint: str, shape: str) -> str:
         """A block of q, k or v in the dtype of the products."""
         dtype = self.plan.dtype
+        expr = unrounded(expr, dtype)
         bare = isinstance(expr, t.Load) and expr.dtype == dtype
         printer.expect([expr])
-        text = printer.load(expr, raw=True, hint=hint) if bare else printer.value(expr, name=True)
+        text = printer.load(expr, raw=True, hint=hint) if isinstance(expr, t.Load) and bare else printer.value(expr, name=True)
         code = text.code
         if not bare:
             # Beyond its size a computed value need not be 0, and the padding takes part in the product.
@@ -148,6 +149,10 @@ class Attention:
             code = f"tl.broadcast_to({code}, {shape})"
         return printer.statement(code, frozenset((0, 1)), hint).code
 
+    def query(self, row: str) -> str:
+        """Source of the query that a row belongs to."""
+        return row if self.group == 1 else f"({row}) // {self.group}"
+
     def bounds(self) -> tuple[str, str]:
         """First key block and end of the keys that any row of the block may see."""
         plan, body = self.plan, self.builder.body
@@ -158,13 +163,13 @@ class Attention:
         names = self.builder.names
         if plan.causal:
             last = names.new("last_query")
-            body.line(f"{last} = (tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // {self.group}")
+            body.line(f"{last} = {self.query('tl.program_id(0) * BLOCK_M + BLOCK_M - 1')}")
             stop = names.new("stop")
             body.line(f"{stop} = tl.minimum({end}, {last} + 1)")
             end = stop
         if plan.window:
             low = names.new("start")
-            body.line(f"{low} = tl.maximum(tl.program_id(0) * BLOCK_M // {self.group} - {plan.window - 1}, 0) // BLOCK_J * BLOCK_J")
+            body.line(f"{low} = tl.maximum({self.query('tl.program_id(0) * BLOCK_M')} - {plan.window - 1}, 0) // BLOCK_J * BLOCK_J")
             first = low
         return first, end
 

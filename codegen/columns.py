@@ -100,8 +100,9 @@ def columns_of(segment: t.Segment) -> tuple[Columns, ...]:
         # Parts of whole runs of a group's columns; or of every so-manieth column.
         for group in (hold,) if norms or parts in (1, hold) else (hold, parts):
             together = Columns(size, group, group // parts, parts, held=norms)
-            partners = [_partners(segment, together, part) for part in range(parts)]
-            if None in partners:
+            found = [_partners(segment, together, part) for part in range(parts)]
+            partners = [part for part in found if part is not None]
+            if len(partners) < parts:
                 continue
             sets = [] if norms else _sets(together, partners)
             if sets:
@@ -125,7 +126,7 @@ def _partners(segment: t.Segment, columns: Columns, part: int) -> frozenset[int]
     return frozenset(found)
 
 
-def _sets(columns: Columns, partners: list[frozenset[int] | None]) -> list[Columns]:
+def _sets(columns: Columns, partners: list[frozenset[int]]) -> list[Columns]:
     """Parts that read one another, and runs of parts that read only themselves; [] where the former are not next to each other."""
     sets: list[Columns] = []
     part = 0

@@ -8,20 +8,19 @@ the microsecond.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import sympy
-import torch
 from dsi.ir import tile as t
 
 from .columns import columns_of
 from .devices import H200, Device
 from .integers import normalise
 from .kernel import Choice
-from .printer import children
+from .layout import Interner, children
 
 # Where a size is symbolic, what the model (not the kernel) takes it to be.
-TYPICAL = 512
+TYPICAL, TYPICAL_BATCH = 512, 4
 # Candidates. Linear: (block_m, block_n, block_k, warps, stages); rows are filtered to what a variant can have, the rest is ranked by the
 # model.
 TILES_16 = (
@@ -37,13 +36,15 @@ TILES_16 = (
     (128, 128, 64, 8, 3),
 )
 TILES_32 = ((16, 32, 32, 4, 2), (16, 64, 32, 4, 2), (32, 32, 32, 4, 2), (32, 64, 32, 4, 2), (64, 64, 16, 8, 2))
-# fp32 sums a thread holds; fewer where the epilogue works on several parts at once.
-SUMS_A_THREAD, SUMS_A_THREAD_IN_PARTS = 64, 32
+# fp32 sums a thread holds; fewer where an epilogue works on several parts, or reads other tensors row by column; a quarter where the
+# operands are fp32, which are multiplied out of registers.
+SUMS_A_THREAD, SUMS_A_THREAD_BESIDE_LOADS = 64, 32
 # Attention: (block_m, keys a step, warps, stages).
 ATTENTION_TILES = (
     (16, 64, 4, 2),
     (16, 32, 4, 2),
     (16, 32, 8, 2),
+    (32, 32, 8, 2),
     (32, 64, 4, 2),
     (32, 32, 4, 2),
     (64, 64, 4, 2),
@@ -65,13 +66,11 @@ def power_of_two(size: int) -> int:
     return 1 << max(int(size) - 1, 0).bit_length()
 
 
-def typical(expr: object, rows: int | None = None, plan_rows: object = None) -> int:
-    """A number for a size: itself, `rows` where it is the plan's row count, else with `TYPICAL` for every symbol."""
-    expr = sympy.sympify(expr)
+def typical(size: sympy.Expr | int) -> int:
+    """A number for a size: itself, or with `TYPICAL` for every symbol."""
+    expr = sympy.sympify(size)
     if expr.is_Integer:
         return int(expr)
-    if rows is not None and expr == plan_rows:
-        return rows
     return max(int(normalise(expr.xreplace({s: sympy.Integer(TYPICAL) for s in expr.free_symbols}))), 1)
 
 
@@ -88,16 +87,19 @@ def loads(plan: t.Plan) -> Iterator[t.Load]:
         roots += [e for e in (plan.q, plan.k, plan.v, plan.mask, plan.bias) if e is not None]
     else:
         roots += [r.body for r in plan.reductions]
+    yield from (expr for expr in within([*roots, *gathered]) if isinstance(expr, t.Load))
+
+
+def within(roots: Iterable[t.Expr]) -> Iterator[t.Expr]:
+    """Every subexpression of the roots, shared ones once."""
     seen: set[int] = set()
-    stack = [*roots, *gathered]
+    stack = list(roots)
     while stack:
         expr = stack.pop()
-        if id(expr) in seen:
-            continue
-        seen.add(id(expr))
-        if isinstance(expr, t.Load):
+        if id(expr) not in seen:
+            seen.add(id(expr))
             yield expr
-        stack.extend(children(expr))
+            stack.extend(children(expr))
 
 
 def all_stores(plan: t.Plan) -> tuple[t.Store, ...]:
@@ -165,17 +167,27 @@ def assumed_rows(plan: t.Plan, choice: Choice) -> int:
     return int(rows) if rows.is_Integer else choice.max_rows or TYPICAL
 
 
-def evaluate(formula: sympy.Expr, plan: t.Plan, rows: int) -> float:
-    """A formula over sizes as a number, at a row count."""
-    formula = sympy.expand(formula)
-    symbol = rows_of(plan)
-    if not symbol.is_Integer:
-        # A product of a batch and a length is replaced as a whole: rows first, then whatever is left.
-        marker = sympy.Symbol("rows_", positive=True, integer=True)
-        (some, *others) = sorted(symbol.free_symbols, key=str)
-        formula = sympy.expand(formula.subs(some, marker * some / symbol)) if not others else formula.subs(symbol, marker)
-        formula = formula.subs(marker, rows)
-    return float(formula.subs(dict.fromkeys(formula.free_symbols, TYPICAL)))
+def assumptions(plan: t.Plan, choice: Choice) -> dict[sympy.Symbol, int]:
+    """What the model takes size symbols to be: the last factor of the row count makes it `assumed_rows`, the others are 1."""
+    rows = rows_of(plan)
+    found: dict[sympy.Symbol, int] = {}
+    if not rows.is_Integer:
+        *others, last = sorted(rows.free_symbols, key=str)
+        found = dict.fromkeys(others, 1)
+        each = max(int(normalise(rows.xreplace({**dict.fromkeys(others, sympy.Integer(1)), last: sympy.Integer(1)}))), 1)
+        found[last] = max(assumed_rows(plan, choice) // each, 1)
+    if isinstance(plan, t.AttentionPlan):
+        for symbol in sympy.sympify(plan.batch).free_symbols:
+            found.setdefault(symbol, TYPICAL_BATCH)
+        for symbol in sympy.sympify(plan.keys).free_symbols:
+            found.setdefault(symbol, TYPICAL)
+    return found
+
+
+def evaluate(formula: sympy.Expr | int, assumed: dict[sympy.Symbol, int]) -> float:
+    """A formula over sizes as a number; symbols that nothing is assumed of are `TYPICAL`."""
+    formula = sympy.sympify(formula)
+    return float(normalise(formula.xreplace({s: sympy.Integer(assumed.get(s, TYPICAL)) for s in formula.free_symbols})))
 
 
 def predict(spec: t.KernelSpec, choice: Choice, device: Device = H200) -> float:
@@ -187,7 +199,7 @@ def predict(spec: t.KernelSpec, choice: Choice, device: Device = H200) -> float:
     waves = math.ceil(programs / device.processors)
     fill = programs / (waves * device.processors)
     # A program on every second processor can still draw about all of the bandwidth.
-    memory = evaluate(traffic(spec), plan, rows) / (device.bandwidth * min(1.0, 2 * fill if waves == 1 else fill))
+    memory = evaluate(traffic(spec), assumptions(plan, choice)) / (device.bandwidth * min(1.0, 2 * fill if waves == 1 else fill))
     # Blocks read again come from the L2 cache, at about 2.5 times the bandwidth of memory.
     memory = max(memory, again / (2.5 * device.bandwidth * min(1.0, 2 * fill)))
     rate = device.vector if choice.schedule == "gemv" else device.matrix.get(itemsize, device.vector)
@@ -215,8 +227,9 @@ def _shape(spec: t.KernelSpec, choice: Choice, rows: int) -> tuple[int, float, f
     if isinstance(plan, t.AttentionPlan):
         group = plan.heads // plan.kv_heads
         blocks = math.ceil(rows * group / choice.block_m)
-        programs = typical(plan.batch) * plan.kv_heads * blocks
-        keys = typical(plan.keys)
+        assumed = assumptions(plan, choice)
+        programs = int(evaluate(plan.batch, assumed)) * plan.kv_heads * blocks
+        keys = int(evaluate(plan.keys, assumed))
         sizes = power_of_two(plan.head_size) + power_of_two(plan.value_size)
         return programs, 2.0 * programs * choice.block_m * keys * sizes, programs * keys * sizes * plan.dtype.itemsize
     programs = math.ceil(rows / choice.block_m) * (1 if plan.reductions else math.ceil(typical(plan.columns) / choice.block_n))
@@ -232,7 +245,7 @@ def choices(spec: t.KernelSpec, device: Device = H200) -> tuple[Choice, ...]:
     rows = rows_of(plan)
     if isinstance(plan, t.RowPlan):
         return (_row_choice(plan),)
-    buckets = ATTENTION_BUCKETS if isinstance(plan, t.AttentionPlan) else LINEAR_BUCKETS
+    buckets: tuple[int | None, ...] = ATTENTION_BUCKETS if isinstance(plan, t.AttentionPlan) else LINEAR_BUCKETS
     if rows.is_Integer:
         buckets = (next((b for b in buckets if b is None or int(rows) <= b), None),)
     result = []
@@ -259,6 +272,21 @@ def accumulators(plan: t.LinearPlan) -> int:
     return max(len(segment.windows) * columns.parts for segment in plan.segments for columns in columns_of(segment))
 
 
+def crowded(plan: t.LinearPlan) -> bool:
+    """Whether an epilogue needs registers for more than its sums: several parts, norms over groups, or loads by row and column."""
+    for segment in plan.segments:
+        if segment.reductions or any(columns.parts > 1 for columns in columns_of(segment)):
+            return True
+        interner = Interner()
+        roots = [
+            *(store.value for store in segment.stores),
+            *(c for store in segment.stores for c in store.coords if isinstance(c, t.Expr)),
+        ]
+        if any(isinstance(expr, t.Load) and {t.R, t.C} <= interner.symbols(expr) for expr in within(roots)):
+            return True
+    return False
+
+
 def _gemv_candidates(plan: t.LinearPlan, rows: int) -> Iterator[Choice]:
     height, group = power_of_two(max(rows, 1)), held_lanes(plan)
     windows = accumulators(plan)
@@ -275,7 +303,6 @@ def _gemv_candidates(plan: t.LinearPlan, rows: int) -> Iterator[Choice]:
 
 def _tiled_candidates(plan: t.LinearPlan, rows: int | None) -> Iterator[Choice]:
     group, windows = held_lanes(plan), accumulators(plan)
-    parts = max(columns.parts for segment in plan.segments for columns in columns_of(segment))
     wide = plan.x_dtype.itemsize == 4
     inner = max(power_of_two(typical(plan.inner)), 16)
     found = False
@@ -284,7 +311,7 @@ def _tiled_candidates(plan: t.LinearPlan, rows: int | None) -> Iterator[Choice]:
             continue
         if rows is None and block_m < (32 if wide else 64) and group == 1:
             continue
-        budget = warps * 32 * (SUMS_A_THREAD if parts == 1 else SUMS_A_THREAD_IN_PARTS)
+        budget = warps * 32 * (SUMS_A_THREAD_BESIDE_LOADS if crowded(plan) else SUMS_A_THREAD) // (4 if wide else 1)
         while block_n > 16 and windows * block_m * block_n > budget:
             block_n //= 2
         if block_n < group:
@@ -313,10 +340,10 @@ def _attention_candidates(plan: t.AttentionPlan, queries: int | None) -> Iterato
         # shared memory.
         if block_m * widest > warps * (1024 if widest <= 128 else 512) or block_m * block_n > warps * 1024 or block_n * widest > 64 * 128:
             continue
-        if wide and (block_m > 32 or block_n > 32 or block_n * widest > 32 * 128):
+        if wide and (block_m > 32 or block_n > 32 or (block_m + block_n) * widest > warps * 1024):
             continue
         yield Choice("attention", queries, block_m, block_n, 1, 1, warps, stages)
-    if widest > 256 or (wide and widest > 128):
+    if widest > (128 if wide else 256):
         yield Choice("attention", queries, 16, 16, 1, 1, 8, 1)
 
 
@@ -333,8 +360,3 @@ def _row_choice(plan: t.RowPlan) -> Choice:
     if rows.is_Integer:
         block_m = min(block_m, power_of_two(int(rows)))
     return Choice("row", None, block_m, block_n, 1, 1, warps, 1)
-
-
-def itemsize_of(dtype: torch.dtype) -> int:
-    """Bytes of one element."""
-    return dtype.itemsize

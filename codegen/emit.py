@@ -71,20 +71,21 @@ def header(spec: t.KernelSpec, choice: Choice, builder: Builder, device: Device)
             lines.append(f"    {kind} {tensor.name or numbers[number]}: {dtype}{_sizes(tensor.sizes)} strides {_sizes(tensor.strides)}")
     traffic, work = cost.traffic(spec), cost.work(plan)
     seconds = cost.predict(spec, choice, device)
-    at = "" if cost.rows_of(plan).is_Integer else f" at {cost.assumed_rows(plan, choice)} {_unit(plan)}"
-    lines += ["", f"bytes: {traffic}    flops: {work}    predicted: {seconds * 1e6:.1f} us on {device.name}{at}"]
+    assumed = ", ".join(f"{symbol} = {number}" for symbol, number in cost.assumptions(plan, choice).items())
+    lines += [
+        "",
+        f"bytes: {traffic}    flops: {work}    predicted: {seconds * 1e6:.1f} us on {device.name}{' at ' + assumed if assumed else ''}",
+    ]
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
-def _unit(plan: t.Plan) -> str:
-    return "queries" if isinstance(plan, t.AttentionPlan) else "rows"
-
-
 def _rows(plan: t.Plan, choice: Choice) -> str:
+    one, many = ("query", "queries") if isinstance(plan, t.AttentionPlan) else ("row", "rows")
     rows = cost.rows_of(plan)
-    if rows.is_Integer:
-        return f"{rows} {_unit(plan)}"
-    return f"any number of {_unit(plan)}" if choice.max_rows is None else f"at most {choice.max_rows} {_unit(plan)}"
+    if not rows.is_Integer and choice.max_rows is None:
+        return f"any number of {many}"
+    count = int(rows) if rows.is_Integer else choice.max_rows
+    return f"{'' if rows.is_Integer else 'at most '}{count} {one if count == 1 else many}"
 
 
 def _sizes(sizes: tuple[sympy.Expr, ...]) -> str:

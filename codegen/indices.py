@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -53,14 +53,13 @@ class IndexPrinter:
             self.block.assign(name, code)
         return Text(name, axes)
 
-    def _outer(self, symbols: Iterable[sympy.Symbol]) -> bool:
-        """Whether something over `symbols` is the same in every step of this printer's loop."""
+    def _outer(self, symbols: Iterable[sympy.Symbol]) -> Self | None:
+        """The printer before this one's loop, if something over `symbols` is the same in every step of it."""
         if not self.hoist or self.parent is None:
-            return False
+            return None
         mine, outer = self.tile, self.parent.tile
-        return all(mine.bound.get(s) == outer.bound.get(s) and mine.fixed.get(s) == outer.fixed.get(s) for s in symbols) and len(
-            mine.shape
-        ) == len(outer.shape)
+        same = all(mine.bound.get(s) == outer.bound.get(s) and mine.fixed.get(s) == outer.fixed.get(s) for s in symbols)
+        return self.parent if same and len(mine.shape) == len(outer.shape) else None
 
     # ------------------------------------------------------------------------------------------------------------- integers
 
@@ -84,8 +83,9 @@ class IndexPrinter:
         """The name of a symbol, quotient or remainder."""
         if expr.is_Symbol:
             return self.tile.bound[expr].code if expr in self.tile.bound else self.builder.size(expr)
-        if self._outer(expr.free_symbols):
-            return self.parent.atom(expr)
+        outer = self._outer(expr.free_symbols)
+        if outer is not None:
+            return outer.atom(expr)
         x, n = expr.args
         over, sign, word = (
             self.integer(x, PRODUCT),
@@ -98,8 +98,9 @@ class IndexPrinter:
 
     def wide(self, expr: sympy.Basic) -> str:
         """The name of an atom held in 64 bits."""
-        if self._outer(expr.free_symbols):
-            return self.parent.wide(expr)
+        outer = self._outer(expr.free_symbols)
+        if outer is not None:
+            return outer.wide(expr)
         name = self.atom(expr)
         tensor = bool(expr.free_symbols & set(self.tile.bound))
         code = f"{name}.to(tl.int64)" if tensor else f"tl.cast({name}, tl.int64)"
@@ -123,10 +124,13 @@ class IndexPrinter:
                 chosen = chosen if not chosen.is_Pow else chosen.base
                 if not (chosen.is_Symbol or isinstance(chosen, (Quotient, Remainder))):
                     chosen = next(iter(sorted(chosen.atoms(sympy.Symbol, Quotient, Remainder), key=sympy.default_sort_key)))
-                terms.append(write(term, lambda e, chosen=chosen: self.wide(e) if e == chosen else self.atom(e), PRODUCT))
+                terms.append(write(term, self._widening(chosen), PRODUCT))
             else:
                 terms.append(self.integer(term, PRODUCT))
         return terms, self.axes_of(total)
+
+    def _widening(self, chosen: sympy.Basic) -> Callable[[sympy.Basic], str]:
+        return lambda expr: self.wide(expr) if expr == chosen else self.atom(expr)
 
     def may_exceed(self, tensor: t.Tensor) -> bool:
         """Whether an offset in the tensor may need more than 32 bits (also where its size is not known)."""

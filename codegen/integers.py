@@ -98,9 +98,7 @@ def interval(expr: sympy.Basic, limits: Limits) -> Range:
         tops = [top for top in (high, int(n) - 1 if n.is_Integer else None) if top is not None]
         return (0 if low is not None and low >= 0 else None), min(tops) if tops else None
     if expr.is_Add:
-        ranges = [interval(part, limits) for part in expr.args]
-        lows, highs = ([r[end] for r in ranges] for end in (0, 1))
-        return (None if None in lows else sum(lows)), (None if None in highs else sum(highs))
+        return _combine(sum, sum, [interval(part, limits) for part in expr.args])
     if expr.is_Mul:
         factor, rest = expr.as_coeff_Mul()
         if not factor.is_Integer:
@@ -116,10 +114,14 @@ def interval(expr: sympy.Basic, limits: Limits) -> Range:
         ends = [None if end is None else int(factor) * end for end in (low, high)]
         return (ends[0], ends[1]) if factor > 0 else (ends[1], ends[0])
     if isinstance(expr, sympy.Piecewise):
-        ranges = [interval(value, limits) for value, _ in expr.args]
-        lows, highs = ([r[end] for r in ranges] for end in (0, 1))
-        return (None if None in lows else min(lows)), (None if None in highs else max(highs))
+        return _combine(min, max, [interval(value, limits) for value, _ in expr.args])
     return None, None
+
+
+def _combine(low: Callable[[list[int]], int], high: Callable[[list[int]], int], ranges: list[Range]) -> Range:
+    lows = [bottom for bottom, _ in ranges if bottom is not None]
+    highs = [top for _, top in ranges if top is not None]
+    return (low(lows) if len(lows) == len(ranges) else None), (high(highs) if len(highs) == len(ranges) else None)
 
 
 def within(expr: sympy.Basic, size: sympy.Expr, limits: Limits) -> bool:
@@ -172,7 +174,10 @@ def normalise(expr: sympy.Basic, limits: Limits | None = None) -> sympy.Basic:
 
 def _relation(expr: sympy.Basic, args: list[sympy.Basic], limits: Limits) -> sympy.Basic:
     """A relation, decided where the ranges of its two sides allow it."""
-    low, high = interval(fold(sympy.expand(args[0] - args[1])), limits)
+    # sympy may have divided both sides by a common factor.
+    scale = sympy.ilcm(*(term.as_coeff_Mul()[0].q for side in args for term in sympy.Add.make_args(side)))
+    args = [sympy.expand(side * scale) for side in args]
+    low, high = interval(fold(args[0] - args[1]), limits)
     kind = type(expr).__name__
     above, below = low is not None and low > 0, high is not None and high < 0  # left - right is positive, negative
     not_below, not_above = low is not None and low >= 0, high is not None and high <= 0
@@ -200,7 +205,7 @@ def _remainder(x: sympy.Expr, n: sympy.Expr, limits: Limits) -> sympy.Expr:
         if rest.args[1] == n and x.coeff(rest) == -1 and x.coeff(rest.args[0]) == 1:
             x = x - rest.args[0] + rest
     result = Remainder(x, n)
-    if isinstance(result, Remainder) and within(*result.args, limits):
+    if isinstance(result, Remainder) and within(result.args[0], result.args[1], limits):
         return result.args[0]
     return result
 
@@ -241,6 +246,8 @@ def _write(expr: sympy.Basic, atom: Callable[[sympy.Basic], str]) -> tuple[str, 
         return str(int(expr)), ATOM if expr >= 0 else SUM
     if expr.is_Symbol or isinstance(expr, (Quotient, Remainder)):
         return atom(expr), ATOM
+    if expr in (sympy.true, sympy.false):
+        return str(bool(expr)), ATOM
     if expr.is_Add:
         text = ""
         for term in sorted(expr.args, key=lambda t: (t.is_Integer, t.could_extract_minus_sign(), sympy.default_sort_key(t))):
@@ -262,6 +269,9 @@ def _write(expr: sympy.Basic, atom: Callable[[sympy.Basic], str]) -> tuple[str, 
     if kind in ("And", "Or"):
         joined = f" {'&' if kind == 'And' else '|'} ".join(f"({write(arg, atom)})" for arg in sorted(expr.args, key=sympy.default_sort_key))
         return joined, RELATION
+    if kind == "ITE":
+        condition, yes, no = expr.args
+        return _write(sympy.Or(sympy.And(condition, yes), sympy.And(sympy.Not(condition), no)), atom)
     if kind == "Not":
         return f"(({write(expr.args[0], atom)}) == 0)", ATOM
     if kind in ("Max", "Min"):

@@ -18,7 +18,7 @@ from .builder import Block, Builder, triton_type
 from .columns import Columns, U, ceil_div, columns_of
 from .integers import normalise
 from .kernel import Choice
-from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction
+from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction, unrounded
 from .statistics import Straight, divisible, held_statistics, row_statistics
 
 Grid = tuple[sympy.Expr, ...]
@@ -39,9 +39,8 @@ class Linear:
         self.one_block = (choice.max_rows is not None and choice.max_rows <= choice.block_m) or (
             rows.is_Integer and int(rows) <= choice.block_m
         )
-        self.limits = {t.R: (rows,), t.K: (sympy.sympify(self.plan.inner),)}
-        if choice.max_rows is not None:
-            self.limits[t.R] += (sympy.Integer(choice.max_rows),)
+        most = () if choice.max_rows is None else (sympy.Integer(choice.max_rows),)
+        self.limits: dict[sympy.Symbol, tuple[sympy.Expr, ...]] = {t.R: (rows, *most), t.K: (sympy.sympify(self.plan.inner),)}
         self.fixed = {t.R: sympy.Integer(0)} if self.single else {}
         self.row_mask = False
 
@@ -260,10 +259,11 @@ class Linear:
 
     def left(self, printer: Printer) -> str:
         """The block of x: the prologue at (r, k), rounded to the operand's dtype."""
-        plan, x = self.plan, self.plan.x
+        plan = self.plan
+        x = unrounded(plan.x, plan.x_dtype)
         bare = isinstance(x, t.Load) and x.dtype == plan.x_dtype
         printer.expect([x])
-        text = printer.load(x, raw=not self.gemv) if bare else printer.value(x, name=True)
+        text = printer.load(x, raw=not self.gemv) if isinstance(x, t.Load) and bare else printer.value(x, name=True)
         k_axis = max(printer.tile.bound[t.K].axes)
         code = text.code
         if not bare and plan.x_dtype != torch.float32:

@@ -16,7 +16,7 @@ from .integers import ATOM, RELATION, SUM, Remainder, normalise, within
 from .layout import SUBSCRIPTS, Bound, Guard, Point, Text, Tile, children, moved
 from .pointwise import FORMS, HELPERS, is_float, literal
 
-__all__ = ["SUBSCRIPTS", "Bound", "Printer", "Text", "Tile", "conjunction"]
+__all__ = ["SUBSCRIPTS", "Bound", "Printer", "Text", "Tile", "conjunction", "unrounded"]
 
 LINE = 110  # longest expression printed in one statement
 
@@ -54,8 +54,9 @@ class Printer(IndexPrinter):
         symbols = set(self.interner.symbols(expr)).union(*(source.free_symbols for _, source in point))
         for condition in guard:
             symbols |= condition.free_symbols
-        if not isinstance(expr, t.Const) and self._outer(symbols):
-            text = self.parent.value(expr, point, guard, name=True)
+        outer = None if isinstance(expr, t.Const) else self._outer(symbols)
+        if outer is not None:
+            text = outer.value(expr, point, guard, name=True)
         else:
             text = self._make(expr, point, guard)
             often = self.uses[key[0]] > 1 and isinstance(expr, (t.Op, t.Index, t.Test))
@@ -104,6 +105,7 @@ class Printer(IndexPrinter):
         column = dict(point).get(t.C)
         if column is None or column == t.C:
             return tile.accumulators[(expr.index, tile.part)]
+        assert tile.columns is not None
         at = self.index(column)
         part = tile.columns.part_of(at, tile.limits)
         if part is not None:
@@ -159,7 +161,10 @@ class Printer(IndexPrinter):
     def address(self, pointer: str, tensor: t.Tensor, coords, point: Point, guard) -> tuple[str, frozenset[int], list[str]]:
         """Pointer source at coordinates, its axes, and the masks that gathered coordinates need: an index out of range must not touch
         memory."""
-        plain, terms, axes, masks = [], [], frozenset(), []
+        plain: list[tuple[sympy.Expr, sympy.Expr]] = []
+        terms: list[str] = []
+        masks: list[str] = []
+        axes: frozenset[int] = frozenset()
         for coord, size, stride in zip(coords, tensor.sizes, tensor.strides, strict=True):
             size, stride = sympy.sympify(size), sympy.sympify(stride)
             if isinstance(coord, t.Expr) and not isinstance(coord, t.Index):
@@ -250,13 +255,14 @@ class Printer(IndexPrinter):
         tensor = self.builder.spec.outputs[store.output]
         pointer = self.builder.output(store.output)
         address, axes, masks = self.address(pointer, tensor, store.coords, (), ())
-        text = self.value(store.value)
+        value = unrounded(store.value, store.dtype)
+        text = self.value(value)
         masks = [self.tile.masks[axis] for axis in sorted(self.tile.masks)] + masks
         masked = frozenset(self.tile.masks)
         if not (text.axes | masked) <= axes:
             address = f"tl.broadcast_to({address}, {self.tile.dims(axes | text.axes | masked)})"
         code = text.code
-        if text.number is None and (store.dtype != store.value.dtype or (is_float(store.dtype) and store.dtype != torch.float32)):
+        if text.number is None and (store.dtype != value.dtype or (is_float(store.dtype) and store.dtype != torch.float32)):
             code = f"{text.at(ATOM)}.to({triton_type(store.dtype)})" if store.dtype != torch.bool else f"{text.at(SUM)} != 0"
         if len(code) > 40:
             code = self.statement(code, text.axes, tensor.name or f"out{store.output}").code
@@ -268,6 +274,13 @@ class Printer(IndexPrinter):
 def conjunction(masks: Sequence[str]) -> str:
     """All of the masks, each once."""
     return " & ".join(m if re.fullmatch(r"\w+(\[[:, None]*\])?|\(.*\)", m) else f"({m})" for m in dict.fromkeys(masks))
+
+
+def unrounded(expr: t.Expr, dtype: torch.dtype) -> t.Expr:
+    """`expr` without a rounding to the float dtype that it is rounded to anyway."""
+    while isinstance(expr, t.Op) and expr.name == "cast" and expr.dtype == dtype and is_float(dtype) and is_float(expr.args[0].dtype):
+        (expr,) = expr.args
+    return expr
 
 
 def compute_type(dtype: torch.dtype) -> str:

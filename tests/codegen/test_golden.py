@@ -1,0 +1,41 @@
+"""What kernels look like: whole files, to be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from dsi.codegen import generate
+
+from . import plans
+
+FOLDER = Path(__file__).with_name("golden")
+BF16 = torch.bfloat16
+
+CASES = {
+    "llama_qkv_decode": lambda: plans.llama_qkv(BF16, 1, 1, 32, 8, 64, 2048, 1024),
+    "gpt2_qkv_prefill": lambda: plans.gpt2_qkv(BF16, 1, 128, 12, 64),
+    "neox_qkv_decode": lambda: plans.neox_qkv(torch.float16, 2, 1, 8, 64, 16, 512),
+    "qwen3_qkv_prefill": lambda: plans.llama_qkv(BF16, 1, 200, 16, 8, 128, 1024, 1024, qk_norm=True),
+    "gate_up_any_rows": lambda: plans.gate_up(BF16, 1, 2048, 8192, symbolic=True),
+    "projection_residual": lambda: plans.projection(torch.float32, 7, 768, 768, "gelu_erf", strided=False, kn=True),
+    "attention_decode": lambda: plans.attention(BF16, 1, 32, 8, 1, 1024, 64, mask="bool"),
+    "attention_prefill": lambda: plans.attention(BF16, 1, 12, 12, 1, 1, 80, causal=True, window=128, softcap=30.0, symbolic=True),
+    "post_norm": lambda: plans.post_norm(BF16, 1, 768, symbolic=True),
+    "embedding": lambda: plans.embedding(BF16, 1, 1, 50257, 768, symbolic=True),
+    "causal_mask": lambda: plans.causal_mask(1, 1, 1, symbolic=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_source(name, golden):
+    with torch.device("meta"):
+        spec = CASES[name]().spec
+    golden(FOLDER / f"{name}.txt", generate(spec)[-1].source)
+
+
+def test_sources_are_the_same_in_every_run():
+    with torch.device("meta"):
+        first, second = (generate(CASES["qwen3_qkv_prefill"]().spec) for _ in range(2))
+    assert [k.digest for k in first] == [k.digest for k in second]
