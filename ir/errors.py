@@ -17,7 +17,8 @@ class DsiInternalError(AssertionError):
 class Refusal:
     """Why something was left as it was. A value, not an exception: matching and fusing collect these and the report shows them.
 
-    `reason` is a sentence; `node` names the FX node it concerns, `where` the model's source line ("file.py:12"), `rule` the rule or region rule.
+    `reason` is a sentence; `node` names the FX node it concerns, `where` the model's source line ("file.py:12"), `rule` the rule or region
+    rule.
     """
 
     reason: str

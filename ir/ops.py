@@ -1,8 +1,8 @@
 """The semantic operators: what a transformer computes, one node each.
 
-Every operator is a plain torch function (its *reference*, which is also its definition), a *fake* that states shape, dtype and strides without
-computing, and a schema registered as `torch.ops.dsi.<name>`. Attributes carry whatever differs between models (where a cast happens, which GELU,
-the softmax scale), so that no kernel ever has to guess.
+Every operator is a plain torch function (its *reference*, which is also its definition), a *fake* that states shape, dtype and strides
+without computing, and a schema registered as `torch.ops.dsi.<name>`. Attributes carry whatever differs between models (where a cast
+happens, which GELU, the softmax scale), so that no kernel ever has to guess.
 
 Conventions shared by all operators:
 
@@ -56,7 +56,7 @@ def is_semantic(target: object) -> bool:
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, kn: bool = False) -> Tensor:
-    """x [..., K] times a weight stored [N, K] (`kn=False`, torch's Linear) or [K, N] (`kn=True`, GPT-2's Conv1D), plus bias [N] -> [..., N]."""
+    """x [..., K] times a weight stored [N, K] (`kn=False`, torch's Linear) or [K, N] (`kn=True`, Conv1D), plus bias [N] -> [..., N]."""
     return F.linear(x, weight.t() if kn else weight, bias)
 
 
@@ -98,8 +98,8 @@ RMS_CASTS = ("none", "before", "after")
 def rms_norm_reference(x: Tensor, weight: Tensor | None, *, eps: float, offset: float = 0.0, cast: str = "none") -> Tensor:
     """x / sqrt(mean(x², last) + eps) * (offset + weight).
 
-    `cast` says where rounding to x's dtype happens: "before" normalises in fp32, rounds, then multiplies by the weight in x's dtype (Llama);
-    "after" multiplies in fp32 and rounds once (Gemma, with offset 1); "none" computes in x's dtype throughout.
+    `cast` says where rounding to x's dtype happens: "before" normalises in fp32, rounds, then multiplies by the weight in x's dtype
+    (Llama); "after" multiplies in fp32 and rounds once (Gemma, with offset 1); "none" computes in x's dtype throughout.
     """
     wide = x if cast == "none" else x.float()
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -205,8 +205,9 @@ def attention_reference(
     """softmax(cap(q kᵀ · scale) + bias + mask) v, softmax in fp32.
 
     q [B, H, S, D], k [B, HKV, L, D], v [B, HKV, L, DV], H a multiple of HKV (head h reads key head h // (H / HKV)) -> [B, H, S, DV].
-    `mask` (bool, True = visible; or float, added) and `bias` (float, added; ALiBi) broadcast to [B, H, S, L]. `causal` and `window` place query i
-    at key position i; `window` w hides keys at i - w and before. `softcap` c maps scores to c·tanh(scores / c). A row that sees no key is 0.
+    `mask` (bool, True = visible; or float, added) and `bias` (float, added; ALiBi) broadcast to [B, H, S, L]. `causal` and `window` place
+    query i at key position i; `window` w hides keys at i - w and before. `softcap` c maps scores to c·tanh(scores / c). A row that sees no
+    key is 0.
     """
     b, h, s, d = q.shape
     hkv = k.shape[1]

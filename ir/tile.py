@@ -1,8 +1,9 @@
 """Tile expressions and plans: what a region computes at one point of a tile, as data.
 
-A plan is made from a region's graph by `ir.analysis.plan_region` and is all that code generation reads: a kernel knows no model and no FX graph.
-Values are given *at a point*: the point is named by sympy symbols (row r, column c, inner k, …), and a view of a tensor is nothing but another way
-to compute coordinates from those symbols. A region is legal exactly when its plan can be made; the reasons why not are the ten region rules.
+A plan is made from a region's graph by `ir.analysis.plan_region` and is all that code generation reads: a kernel knows no model and no FX
+graph. Values are given *at a point*: the point is named by sympy symbols (row r, column c, inner k, …), and a view of a tensor is nothing
+but another way to compute coordinates from those symbols. A region is legal exactly when its plan can be made; the reasons why not are the
+ten region rules.
 
 Arithmetic on floats is fp32 whatever the dtype of the values; `Op(dtype=…)` of a cast rounds. Integers and bools are exact.
 """
@@ -88,7 +89,7 @@ class Op(Expr):
 
 @dataclass(frozen=True)
 class Statistic(Expr):
-    """A per-row scalar: `which` ("mean" or "rstd") of reduction number `reduction` of the plan (or of the segment, for a held reduction)."""
+    """A per-row scalar: `which` ("mean" or "rstd") of reduction `reduction` of the plan (of the segment, for a held reduction)."""
 
     reduction: int
     which: str
@@ -121,10 +122,10 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Store:
-    """Region output number `output` at `coords` (one per dimension) becomes `value`, rounded to `dtype`, wherever the tile's point is in range.
+    """Region output `output` at `coords` (one per dimension) becomes `value`, rounded to `dtype`, wherever the tile's point is in range.
 
-    `base`: None for a fresh tensor of which every element is written by exactly one point; else the region input whose contents the output starts
-    from (a KV cache): the output is then that input itself where lowering allows it, a clone where not.
+    `base`: None for a fresh tensor of which every element is written by exactly one point; else the region input whose contents the output
+    starts from (a KV cache): the output is then that input itself where lowering allows it, a clone where not.
     """
 
     output: int
@@ -147,8 +148,8 @@ class WeightWindow:
 class Segment:
     """Columns 0 <= c < `size` with one epilogue.
 
-    `hold`: the columns come in aligned groups of this many that one program must own whole (1 where no column looks at another): the head size
-    where rope or a per-head norm is in the epilogue. `reductions` are statistics over a held group (c % hold), bodies read windows.
+    `hold`: the columns come in aligned groups of this many that one program must own whole (1 where no column looks at another): the head
+    size where rope or a per-head norm is in the epilogue. `reductions` are statistics over a held group (c % hold), bodies read windows.
     """
 
     size: sympy.Expr
@@ -162,8 +163,8 @@ class Segment:
 class LinearPlan:
     """out[r, c] = sum over k of x(r, k) * weight(n(c), k), per window, then the epilogue.
 
-    `x` is the prologue: an expression in r and k, rounded to `x_dtype` before the product. `reductions` are statistics over k that `x` uses.
-    `row_stores` are values of the prologue that escape (in r and k): stored once a row, by the first column program.
+    `x` is the prologue: an expression in r and k, rounded to `x_dtype` before the product. `reductions` are statistics over k that `x`
+    uses. `row_stores` are values of the prologue that escape (in r and k): stored once a row, by the first column program.
     """
 
     rows: sympy.Expr
