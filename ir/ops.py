@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -272,7 +273,8 @@ def all_reduce_reference(x: Tensor, group: str) -> Tensor:
     """The sum of x over the ranks of the process group named `group`. Regions never cross it."""
     from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
-    return functional_all_reduce(x, "sum", group).clone(memory_format=torch.contiguous_format)
+    name: Any = group  # torch 2.13 has a type of its own for it
+    return functional_all_reduce(x, "sum", name).clone(memory_format=torch.contiguous_format)
 
 
 all_reduce = _define("all_reduce(Tensor x, str group) -> Tensor", all_reduce_reference, lambda x, group: x.new_empty(x.shape))
