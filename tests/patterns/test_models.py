@@ -182,3 +182,13 @@ def test_thirty_two_layers_take_less_than_a_second_and_time_is_linear():
     few, many = seconds(8), seconds(32)
     assert many < 1.0, f"{many:.2f} s"
     assert many < 8 * few, f"{few:.2f} s for 8 layers, {many:.2f} s for 32"
+
+
+def test_symbolic_batch_and_length():
+    ids = IDS.clone()
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(ids, dim)
+    gm, context = aten_graphs.aten_graph(zoo.decoder("llama", attn="eager"), input_ids=ids, use_cache=False, dynamic=None)
+    guards = len(context.fake_mode.shape_env.guards)
+    assert recognised(gm, context) == {k: n for k, n in LLAMA.items() if k != "kv_write"} | EAGER_GQA
+    assert len(context.fake_mode.shape_env.guards) == guards

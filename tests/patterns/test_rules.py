@@ -364,3 +364,24 @@ def test_symbolic_sizes(size):
     assert (context.report.hits["rms_norm"], context.report.hits["linear_flattened"]) == (1, 1)
     other = randn(3, 11, 10)
     torch.testing.assert_close(gm(other, W, V2, B7), fn(other, W, V2, B7), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda x: torch.full([], 2.0, dtype=x.dtype),
+        lambda x: torch.ops.aten.scalar_tensor(2.0, dtype=x.dtype),
+    ],
+)
+def test_a_constant_tensor_without_dimensions_is_a_number(number):
+    query, key, value = randn(1, 2, 3, 4), randn(1, 2, 5, 4), randn(1, 2, 5, 4)
+    gm, context = stages(lambda q, k, v: (q @ k.mT / number(q)).softmax(-1) @ v, query, key, value)
+    assert context.report.hits["attention"] == 1
+    (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.dsi.attention.default)
+    assert node.kwargs["scale"] == 0.5
+
+
+def test_a_tensor_with_one_element_is_no_number():
+    query, key, value = randn(1, 2, 3, 4), randn(1, 2, 5, 4), randn(1, 2, 5, 4)
+    _, context = stages(lambda q, k, v: (q @ k.mT / q[0, 0, 0, 0].abs()).softmax(-1) @ v, query, key, value)
+    assert context.report.hits["attention"] == 0
