@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 from bench import path, timing
@@ -85,7 +86,6 @@ class Outcome:
     error: float | None = None  # against the wider dtype
     from_eager: float | None = None
     compile_seconds: float = 0.0
-    peak_bytes: int | None = None  # of device memory in its calls, over what was allocated before
     profile: timing.Profile = field(default_factory=timing.Profile)
     problem: str = ""
 
@@ -99,6 +99,7 @@ def compare(workload: Workload, report: Report) -> list[Outcome]:
     A side that fails, or whose numbers are wrong, is not timed: its row says why.
     """
     torch._dynamo.config.recompile_limit = 64  # sides share the model's code
+    torch._inductor.config.autotune_num_choices_displayed = 0  # a log of every choice would drown the tables
     reset()
     report.say(f"{workload.title}: reference")
     outcomes: list[Outcome] = []
@@ -144,7 +145,6 @@ def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bou
     """Compile, check, profile and capture one side."""
     outcome = Outcome(side)
     try:
-        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         calls = workload.compile_for(side)
         start = time.perf_counter()
         run_checked(workload, calls)
@@ -155,11 +155,7 @@ def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bou
             workload.prepare()
             for call in calls:
                 call()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         values = run_checked(workload, calls)
-        if torch.cuda.is_available():
-            outcome.peak_bytes = torch.cuda.max_memory_allocated() - before
         outcome.error, outcome.from_eager = timing.relative_error(values, reference), timing.relative_error(values, eager)
         if not outcome.error <= bound:
             raise ArithmeticError(f"wrong: error {outcome.error:.1e}, and {bound:.1e} is allowed")
@@ -214,7 +210,6 @@ def _row(workload: Workload, outcomes: Sequence[Outcome], report: Report) -> dic
             "error": outcome.error,
             "error from eager": outcome.from_eager,
             "compile seconds": outcome.compile_seconds,
-            "peak bytes": outcome.peak_bytes,
             "problem": outcome.problem,
             **outcome.profile.as_json(),
         }
@@ -229,6 +224,7 @@ def _row(workload: Workload, outcomes: Sequence[Outcome], report: Report) -> dic
     }
 
 
+MOST_NAMED = 8
 COLUMNS = ("side", "device", "by", "wall", "host", "roof", "x dev", "x wall", "error", "kern", "graph", "comp")
 
 
@@ -262,6 +258,12 @@ def _print(row: dict[str, Any], report: Report) -> None:
     for name, found in sides.items():
         if found["problem"]:
             report.say(f"{name}: {found['problem']}")
+    ours = next((found["kernels"] for name, found in sides.items() if name.startswith("dsi") and found["kernels"]), {})
+    if ours:
+        longest = sorted(ours.items(), key=lambda item: -item[1]["us"])[:MOST_NAMED]
+        shown = [(name.removeprefix("void ").split("<")[0], one["count"], one["us"] / one["count"]) for name, one in longest]
+        named = ", ".join(f"{name} {count} x {each:.2f}" for name, count, each in shown)
+        report.say(f"dsi's kernels that take longest, count x us: {named}")
 
 
 def best_of(row: dict[str, Any], what: str, ours: bool) -> tuple[str, float | None]:

@@ -101,9 +101,9 @@ class Report:
         from rich import box
         from rich.table import Table
 
-        shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
         for number, column in enumerate(columns):
-            shown.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+            shown.add_column(column, justify="left" if number == 0 else "right", overflow="fold", no_wrap=number > 0)
         for row in rows:
             shown.add_row(*row)
         self.console.print(shown)
