@@ -101,13 +101,12 @@ class Builder:
         self.names = Names(tuple(HELPERS))
         self.constants: dict[str, int] = {}
         self.helpers: dict[str, str] = {}
-        symbols: set[sympy.Symbol] = set()
+        symbols = {name for name, _ in spec.scalars}
         for tensor in (*spec.inputs, *spec.outputs):
             if tensor is not None:
-                symbols.update(*(sympy.sympify(e).free_symbols for e in (*tensor.sizes, *tensor.strides)))
-        symbols.update(sympy.Symbol(name) for name, _ in spec.scalars)
+                symbols.update(str(s) for e in (*tensor.sizes, *tensor.strides) for s in sympy.sympify(e).free_symbols)
         # Reserved first, so that size symbols keep the names they have in the graph.
-        self._size_names = {str(symbol): self.names.new(str(symbol)) for symbol in sorted(symbols, key=str)}
+        self._size_names = {symbol: self.names.new(symbol) for symbol in sorted(symbols)}
         self._input_names = [self._pointer(tensor, f"in{i}") for i, tensor in enumerate(spec.inputs)]
         self._output_names = [self._pointer(tensor, f"out{i}") for i, tensor in enumerate(spec.outputs)]
 

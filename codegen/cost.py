@@ -340,7 +340,7 @@ def _attention_candidates(plan: t.AttentionPlan, queries: int | None) -> Iterato
         # shared memory.
         if block_m * widest > warps * (1024 if widest <= 128 else 512) or block_m * block_n > warps * 1024 or block_n * widest > 64 * 128:
             continue
-        if wide and (block_m > 32 or block_n > 32 or (block_m + block_n) * widest > warps * 1024):
+        if wide and (block_m > 32 or block_n > 32 or block_m * widest > 16 * 128):
             continue
         yield Choice("attention", queries, block_m, block_n, 1, 1, warps, stages)
     if widest > (128 if wide else 256):

@@ -113,10 +113,7 @@ class IndexPrinter:
             return [], frozenset()
         wide = self.may_exceed(tensor)
         terms = []
-        # Terms in the order of the axes they vary along, constants last.
-        for term in sorted(
-            sympy.Add.make_args(total), key=lambda x: (x.is_Integer, sorted(self.axes_of(x)) or [9], sympy.default_sort_key(x))
-        ):
+        for term in sorted(sympy.Add.make_args(total), key=self._place):
             _, top = interval(term, self.tile.limits)
             atoms = [a for a in sympy.Mul.make_args(term) if not a.is_number]
             if wide and atoms and (top is None or top > INT32 // 4):
@@ -128,6 +125,11 @@ class IndexPrinter:
             else:
                 terms.append(self.integer(term, PRODUCT))
         return terms, self.axes_of(total)
+
+    def _place(self, term: sympy.Expr) -> tuple:
+        """Sorts the terms of an offset: those that a program has one value of, then by the axes they vary along, then constants."""
+        axes = sorted(self.axes_of(term))
+        return term.is_Integer, not axes and not term.free_symbols & set(self.tile.bound), axes, sympy.default_sort_key(term)
 
     def _widening(self, chosen: sympy.Basic) -> Callable[[sympy.Basic], str]:
         return lambda expr: self.wide(expr) if expr == chosen else self.atom(expr)

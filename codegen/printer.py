@@ -77,14 +77,13 @@ class Printer(IndexPrinter):
             at = self.index(expr.expr, point)
             if at.is_Integer:
                 return Text(str(int(at)), frozenset(), ATOM if at >= 0 else SUM, int(at))
-            code = self.integer(at)
             if expr.dtype == torch.int64:
-                # Sizes alone may be Python integers in the interpreter, which have no method `to`.
-                code = (
-                    f"({code}).to(tl.int64)" if self.axes_of(at) or at.free_symbols & set(self.tile.bound) else f"tl.cast({code}, tl.int64)"
+                # Sizes alone may be Python integers, which have no method `to`.
+                tensor = bool(at.free_symbols & set(self.tile.bound))
+                return Text(
+                    f"{self.integer(at, ATOM)}.to(tl.int64)" if tensor else f"tl.cast({self.integer(at)}, tl.int64)", self.axes_of(at)
                 )
-                return Text(code, self.axes_of(at))
-            return Text(code, self.axes_of(at), SUM)
+            return Text(self.integer(at), self.axes_of(at), SUM)
         if isinstance(expr, t.Test):
             at = self.index(expr.condition, point)
             if at in (sympy.true, sympy.false):

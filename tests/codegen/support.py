@@ -179,8 +179,8 @@ _TYPES = {
 }
 
 
-def resources(case: Case, kernel: Kernel, capability: int) -> dict[str, int]:
-    """Registers, stack, local and shared memory of a kernel compiled for sm_`capability`. Needs no GPU."""
+def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False) -> dict[str, int]:
+    """Registers, stack, local and shared memory of a kernel compiled for sm_`capability`. Needs no GPU. `ones`: all sizes are 1, as triton then specialises."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -189,17 +189,19 @@ def resources(case: Case, kernel: Kernel, capability: int) -> dict[str, int]:
     (launch,) = kernel.launches
     with tempfile.TemporaryDirectory() as folder:
         function = getattr(load_module(kernel.source, folder), launch.entry)
-        signature, attributes = {}, {}
+        signature, attributes, constants = {}, {}, dict(launch.constants)
         names = [name for name in function.arg_names if name not in launch.constants]
         for position, (name, argument) in enumerate(zip(names, launch.arguments, strict=True)):
             if argument.kind == "size":
-                signature[name] = "i32"
+                signature[name] = "constexpr" if ones else "i32"
+                if ones:
+                    constants[name] = 1
                 continue
             tensors = case.spec.inputs if argument.kind == "input" else case.spec.outputs
             signature[name] = "*" + _TYPES[tensors[argument.number].dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]
         signature.update(dict.fromkeys(launch.constants, "constexpr"))
-        source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=dict(launch.constants), attrs=attributes)
+        source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         cubin = os.path.join(folder, "kernel.cubin")

@@ -36,6 +36,7 @@ CASES = {
     "attention_bias": lambda dtype: plans.attention(dtype, 1, 12, 12, 512, 512, 64, mask="additive", bias=True),
     "post_norm": lambda dtype: plans.post_norm(dtype, 1, 1024, **SYMBOLIC),
     "post_norm_wide": lambda dtype: plans.post_norm(dtype, 1, 12288, **SYMBOLIC),
+    "causal_mask": lambda dtype: plans.causal_mask(1, 1, 1, **SYMBOLIC),
     "embedding": lambda dtype: plans.embedding(dtype, 1, 1, 50257, 768, **SYMBOLIC),
 }
 # One of every schedule and epilogue in every run; the rest with the slow tests.
@@ -65,6 +66,13 @@ def check(name: str, dtype: torch.dtype, capability: int, wanted=lambda kernel: 
 @pytest.mark.parametrize("name, rows", QUICK)
 def test_no_spills(name, rows, capability):
     check(name, torch.bfloat16, capability, lambda kernel: kernel.max_rows == rows)
+
+
+@pytest.mark.parametrize("name", ["llama_8b_qkv", "neox_qkv", "attention_80", "embedding", "causal_mask"])
+def test_sizes_of_one_are_constants_to_triton(name):
+    """A decoding step has one row: sizes that are 1 arrive as compile-time constants, which have no methods."""
+    case, kernels = kernels_of(name, torch.bfloat16)
+    assert resources(case, kernels[0], 90, ones=True)["STACK"] == 0
 
 
 @pytest.mark.slow
