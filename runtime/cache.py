@@ -31,15 +31,15 @@ def root() -> Path:
 
 @functools.cache
 def source_digest() -> str:
-    """A hash of every source file of dsi that a kernel can depend on."""
+    """A hash of every source file of dsi that a kernel can depend on, given its region: the passes decide what the region is, not its
+    kernel.
+    """
     import dsi.codegen
     import dsi.ir
-    import dsi.passes
-    import dsi.patterns
     import dsi.runtime
 
     digest = hashlib.sha256()
-    for package in (dsi.ir, dsi.codegen, dsi.passes, dsi.patterns, dsi.runtime):
+    for package in (dsi.ir, dsi.codegen, dsi.runtime):
         for folder in sorted(package.__path__):
             for path in sorted(Path(folder).rglob("*")):
                 if path.suffix in (".py", ".jinja", ".j2"):

@@ -1,4 +1,6 @@
-"""Tiny models of many families through expansion, without C++: numbers equal eager's, caches are written in place, nothing cache-sized is made."""
+"""Tiny models of many families through expansion, without C++: numbers equal eager's, caches are written in place, nothing cache-sized is
+made.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import dsi.runtime.inductor_api as inductor_api
 import pytest
 import torch
 import zoo
+
 from bench.generate import cache_argument, static_cache
 
 CACHE = 37
