@@ -12,6 +12,8 @@ from dsi.ir.region import Region
 from torch import fx
 
 from .cache import DiskCache
+from .graphs import GraphedProgram, written_inputs
+from .inductor_api import static_input_indices
 from .kernels import device_name, kernels_for
 from .launch import GeneratedKernel
 from .program import Kernels, Program, RegionKernel, build
@@ -19,6 +21,9 @@ from .sizes import Sizes
 from .timing import timed
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
+
+# The modes in which torch.compile's users expect one launch a call.
+GRAPHED_MODES = ("reduce-overhead", "max-autotune")
 
 
 def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> Boxed:
@@ -29,13 +34,19 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     index = next((value.device.index for value in example_inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"), None)
     with timed(context, "kernels"), torch.cuda.device(index):
         program = build(gm, example_inputs, generated_kernels(context, "cuda"))
+    if context.options.mode.startswith("max-autotune"):
+        context.report.notes.append("nothing is tuned on the device yet: the kernels have the block sizes that the cost model ranks first")
+    run: Boxed = program
+    if context.options.mode in GRAPHED_MODES:
+        run = GraphedProgram(program, example_inputs, static_input_indices(), written_inputs(gm), context)
 
     def call(inputs: list[Any]) -> Sequence[Any]:
         with torch.cuda.device(index):
-            return program(inputs)
+            return run(inputs)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     call.program = program  # type: ignore[attr-defined]
+    call.graphs = run if run is not program else None  # type: ignore[attr-defined]
     return call
 
 

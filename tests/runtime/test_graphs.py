@@ -1,0 +1,206 @@
+"""Recorded graphs: keyed by sizes and addresses, results that stay, caches written once; with a stand-in recorder, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dsi.compiler.observe import collecting
+from dsi.ir.context import Context
+from dsi.ir.options import Options
+from dsi.runtime import graphs
+from dsi.runtime.graphs import GraphedProgram
+from dsi.runtime.program import build, reference_kernels
+from lowered_graphs import decode_layer, eager_layer, layer_inputs
+
+
+class Stand:
+    """Records by running, and puts back what the run wrote to; a replay runs again into the same results."""
+
+    def __init__(self, tensors):
+        self.tensors, self.recording, self.recorded, self.where = tensors, True, 0, 0
+
+    def place(self):
+        return self.where
+
+    def may_record(self):
+        return self.recording
+
+    def record(self, run, place):
+        before = [tensor.clone() for tensor in self.tensors()]
+        results = run()
+        for tensor, old in zip(self.tensors(), before, strict=True):
+            tensor.copy_(old)
+        self.recorded += 1
+
+        def replay():
+            for old, new in zip(results, run(), strict=True):
+                if isinstance(old, torch.Tensor) and old is not new:
+                    old.copy_(new)
+
+        return replay, results
+
+
+def graphed(inputs, static=(), dynamic=()):
+    """A decode layer behind a stand-in recorder; `inputs` names the tensors of the next call."""
+    outer, gm = decode_layer(inputs, dynamic)
+    names = list(inputs)
+    context = Context(Options())
+    current = dict(inputs)
+    recorder = Stand(lambda: list(current.values()))
+    run = GraphedProgram(
+        build(gm, outer.fakes, reference_kernels),
+        outer.fakes,
+        [names.index(n) for n in static],
+        graphs.written_inputs(gm),
+        context,
+        recorder,
+    )
+
+    def call(tensors):
+        current.clear()
+        current.update(tensors)
+        return run(list(tensors.values()))
+
+    return call, run, recorder
+
+
+def check(call, tensors):
+    expected = {name: value.clone() for name, value in tensors.items()}
+    result = eager_layer(expected)
+    (out,) = call(tensors)
+    torch.testing.assert_close(out, result, rtol=1e-5, atol=1e-5)
+    for name in tensors:
+        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=0)
+    return out
+
+
+def test_the_second_call_records_and_later_ones_replay():
+    tensors = layer_inputs(2, 1, 32, 5)
+    call, run, recorder = graphed(tensors, static=list(tensors)[1:])
+    for number in range(5):
+        check(call, tensors)
+        assert (recorder.recorded, run.launched) == (min(number, 1), number)
+
+
+def test_what_the_caller_keeps_is_not_overwritten():
+    tensors = layer_inputs(2, 1, 32, 5)
+    first_name = next(iter(tensors))
+    call, _, _ = graphed(tensors, static=list(tensors)[1:])
+    kept = []
+    for _ in range(4):
+        tensors = {**tensors, first_name: torch.randn_like(tensors[first_name])}
+        out = check(call, tensors)
+        kept.append((out, out.clone()))
+    for out, then in kept:
+        assert torch.equal(out, then)
+
+
+def test_another_address_of_a_static_input_is_another_graph():
+    tensors = layer_inputs(2, 1, 32, 5)
+    call, _, recorder = graphed(tensors, static=list(tensors)[1:])
+    for _ in range(3):
+        check(call, tensors)
+    other = {name: (value.clone() + 0.25 if value.is_floating_point() else value) for name, value in tensors.items()}
+    for _ in range(3):
+        check(call, other)
+    check(call, tensors)  # the first graph is still there, and still right
+    assert recorder.recorded == 2
+
+
+def test_a_cache_is_used_where_it_lies_though_nobody_marked_it_static():
+    tensors = layer_inputs(2, 1, 32, 5)
+    call, run, recorder = graphed(tensors)
+    for _ in range(4):
+        check(call, tensors)  # `check` compares every input: the caches are written, once a call
+    assert recorder.recorded == 1 and run.launched == 3
+
+
+def test_sizes_are_part_of_the_key():
+    call, run, recorder = graphed(layer_inputs(3, 7, 29, 11), dynamic=(3, 7))
+    for _ in range(2):
+        for batch, length, position in [(3, 7, 11), (5, 2, 0), (2, 11, 18)]:
+            check(call, layer_inputs(batch, length, 29, position, seed=batch))
+    assert recorder.recorded == 0  # fresh caches in every call: no address comes again
+    kept = [layer_inputs(batch, length, 29, position) for batch, length, position in [(3, 7, 11), (5, 2, 0)]]
+    for _ in range(3):
+        for tensors in kept:
+            check(call, tensors)
+    assert recorder.recorded == 2 and run.launched == 4
+
+
+def test_nothing_is_recorded_while_somebody_else_records():
+    tensors = layer_inputs(2, 1, 32, 5)
+    call, run, recorder = graphed(tensors)
+    recorder.recording = False
+    for _ in range(4):
+        check(call, tensors)
+    assert recorder.recorded == 0 == run.launched
+
+
+def test_another_stream_is_another_graph():
+    tensors = layer_inputs(2, 1, 32, 5)
+    call, _, recorder = graphed(tensors)
+    for where in (0, 1, 0, 1, 0, 1):
+        recorder.where = where
+        check(call, tensors)
+    assert recorder.recorded == 2
+
+
+def test_what_cannot_be_recorded_runs_as_it_is_and_is_reported():
+    tensors = layer_inputs(2, 1, 32, 5)
+    call, run, recorder = graphed(tensors)
+
+    def fails(run, place):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    recorder.record = fails
+    for _ in range(4):
+        check(call, tensors)
+    assert run.launched == 0
+    assert run._context.report.notes == [
+        "no CUDA graph could be recorded, so every kernel is launched by itself: operation not permitted when stream is capturing"
+    ]
+
+
+def test_the_number_of_graphs_is_bounded(monkeypatch):
+    monkeypatch.setattr(graphs, "GRAPHS", 2)
+    sets = [layer_inputs(2, 1, 32, 5, seed=seed) for seed in range(3)]
+    call, run, recorder = graphed(sets[0])
+    for tensors in sets:
+        for _ in range(3):
+            check(call, tensors)
+    assert len(run._graphs) == 2
+    check(call, sets[0])
+    assert recorder.recorded == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_decoding_on_a_gpu_by_graphs(mode):
+    """Two caches by turns, a replaced parameter, kept outputs and a changed length: always eager's numbers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=211, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval().cuda()
+    ids = torch.randint(3, 211, (2, 7)).cuda()
+    with torch.inference_mode(), collecting() as contexts:
+        compiled = torch.compile(model, backend="dsi", mode=mode)
+        pairs = [[transformers.StaticCache(config=config, max_cache_len=32) for _ in range(2)] for _ in range(2)]
+        kept = []
+        for step in range(8):
+            for ours, theirs in pairs:
+                given = ids if step == 0 else ids[:, step % 7][:, None]
+                out = compiled(input_ids=given, past_key_values=ours).logits
+                expected = model(input_ids=given, past_key_values=theirs).logits
+                torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+                kept.append((out, out.clone()))
+            if step == 4:
+                model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).contiguous())
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, then) for out, then in kept)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(input_ids=ids[:, :1], past_key_values=pairs[0][0])
+        assert [event.count for event in profile.key_averages() if event.key == "cudaGraphLaunch"] == [1]
+        assert not any("CUDA graph" in note for context in contexts for note in context.report.notes)
