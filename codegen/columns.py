@@ -12,7 +12,6 @@ layout, but takes many registers: a 64 x 128 tile spills). Norms over groups nee
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -84,7 +83,10 @@ def ceil_div(size: sympy.Expr, by: int) -> sympy.Expr:
     return sympy.Integer(-(-int(size) // by)) if size.is_Integer else Quotient(size + by - 1, by)
 
 
-@functools.lru_cache(256)
+# By identity: hashing a segment walks its expressions as trees, which shared subexpressions can make very large.
+_known: dict[int, tuple[t.Segment, tuple[Columns, ...]]] = {}
+
+
 def columns_of(segment: t.Segment) -> tuple[Columns, ...]:
     """A segment's columns as sets that are computed apart.
 
@@ -92,6 +94,15 @@ def columns_of(segment: t.Segment) -> tuple[Columns, ...]:
     set, runs of parts that no one else reads another (the channels behind those that rope turns). Norms over groups keep all parts
     together. Where no cut explains the permutations, there is one set of whole groups.
     """
+    known = _known.get(id(segment))
+    if known is None:
+        if len(_known) > 1000:
+            _known.clear()
+        known = _known[id(segment)] = (segment, _cut(segment))
+    return known[1]
+
+
+def _cut(segment: t.Segment) -> tuple[Columns, ...]:
     size, hold = sympy.sympify(segment.size), int(segment.hold)
     norms = bool(segment.reductions)
     for parts in range(1, (MOST_PARTS_TOGETHER if norms else MOST_PARTS) + 1) if size.is_Integer else (1,):

@@ -336,11 +336,13 @@ def _attention_candidates(plan: t.AttentionPlan, queries: int | None) -> Iterato
     for block_m, block_n, warps, stages in ATTENTION_TILES:
         if queries is not None and block_m > max(power_of_two(queries * group), 16):
             continue
+        # Scores beside which a mask or bias is read: 8 a thread.
+        scores = warps * (1024 if plan.mask is None and plan.bias is None else 256)
         # Sums of the output and scores: at most 32 fp32 values a thread each (16 where a head is wider than 128); keys and values in
         # shared memory.
-        if block_m * widest > warps * (1024 if widest <= 128 else 512) or block_m * block_n > warps * 1024 or block_n * widest > 64 * 128:
+        if block_m * widest > warps * (1024 if widest <= 128 else 512) or block_m * block_n > scores or block_n * widest > 64 * 128:
             continue
-        if wide and (block_m > 32 or block_n > 32 or block_m * widest > 16 * 128):
+        if wide and (block_m > 32 or block_n > 32 or block_m * widest > 16 * 128 or (block_m + block_n) * widest > warps * 1024):
             continue
         yield Choice("attention", queries, block_m, block_n, 1, 1, warps, stages)
     if widest > (128 if wide else 256):

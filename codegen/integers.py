@@ -6,7 +6,7 @@ Every index is a non-negative integer, so floor division and modulo need no care
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import sympy
 
@@ -174,9 +174,7 @@ def normalise(expr: sympy.Basic, limits: Limits | None = None) -> sympy.Basic:
 
 def _relation(expr: sympy.Basic, args: list[sympy.Basic], limits: Limits) -> sympy.Basic:
     """A relation, decided where the ranges of its two sides allow it."""
-    # sympy may have divided both sides by a common factor.
-    scale = sympy.ilcm(*(term.as_coeff_Mul()[0].q for side in args for term in sympy.Add.make_args(side)))
-    args = [sympy.expand(side * scale) for side in args]
+    args = _whole(args)
     low, high = interval(fold(args[0] - args[1]), limits)
     kind = type(expr).__name__
     above, below = low is not None and low > 0, high is not None and high < 0  # left - right is positive, negative
@@ -189,6 +187,16 @@ def _relation(expr: sympy.Basic, args: list[sympy.Basic], limits: Limits) -> sym
     if never.get(kind, apart if kind == "Equality" else equal):
         return sympy.false
     return expr.func(*args)
+
+
+def _whole(sides: Sequence[sympy.Basic]) -> list[sympy.Basic]:
+    """Both sides of a relation without fractions: sympy divides by common factors when it builds one."""
+    if all(term.as_coeff_Mul()[0].is_Integer and not term.has(sympy.Pow) for side in sides for term in sympy.Add.make_args(side)):
+        return list(sides)
+    (left, below), (right, under) = (sympy.fraction(sympy.together(side)) for side in sides)
+    if not (below.is_positive and under.is_positive):
+        raise NotImplementedError(f"no whole form of a relation between {sides[0]} and {sides[1]}")
+    return [sympy.expand(left * under), sympy.expand(right * below)]
 
 
 def _quotient(x: sympy.Expr, n: sympy.Expr, limits: Limits) -> sympy.Expr:
@@ -264,7 +272,7 @@ def _write(expr: sympy.Basic, atom: Callable[[sympy.Basic], str]) -> tuple[str, 
         return " * ".join([write(expr.base, atom, ATOM)] * int(expr.exp)), PRODUCT
     kind = type(expr).__name__
     if kind in _RELATIONS:
-        left, right = (write(arg, atom, SUM) for arg in expr.args)
+        left, right = (write(arg, atom, SUM) for arg in _whole(expr.args))
         return f"{left} {_RELATIONS[kind]} {right}", RELATION
     if kind in ("And", "Or"):
         joined = f" {'&' if kind == 'And' else '|'} ".join(f"({write(arg, atom)})" for arg in sorted(expr.args, key=sympy.default_sort_key))

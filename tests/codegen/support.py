@@ -180,7 +180,8 @@ _TYPES = {
 
 
 def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False) -> dict[str, int]:
-    """Registers, stack, local and shared memory of a kernel compiled for sm_`capability`. Needs no GPU. `ones`: all sizes are 1, as triton then specialises."""
+    """Registers, stack, local and shared memory of a kernel compiled for sm_`capability`. Needs no GPU. `ones`: all sizes are 1, as
+    triton then specialises."""
     import triton
     from triton.backends.compiler import GPUTarget
 
