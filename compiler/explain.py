@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from dsi.ir.context import Report
 from dsi.ir.errors import Refusal
 from dsi.ir.region import Region
+
+if TYPE_CHECKING:
+    from .record import GraphRecord
 
 
 @dataclass
@@ -18,10 +22,11 @@ class Explanation:
     """What happened to the graphs of one call of a model, in the order in which they were compiled.
 
     `hits` counts each rule over all graphs; `misses` has the nearest miss of rules that fired in none; `unfused` are operators left as
-    they were. `str()` is made for reading.
+    they were. `str()` is made for reading; `html(path)` writes a page with pictures of the graphs.
     """
 
     graphs: list[Report] = field(default_factory=list)
+    records: list[GraphRecord] = field(default_factory=list, repr=False)  # what the page draws, a graph each; [] if nothing was taken down
 
     @property
     def hits(self) -> Counter[str]:
@@ -49,11 +54,35 @@ class Explanation:
         """What a user should know: graphs stepped aside from, copies of whole caches, fallbacks."""
         return list(dict.fromkeys(n for g in self.graphs for n in g.notes))
 
+    def unfused_counted(self) -> list[str]:
+        """One line for each reason why an operator was left, with how often it occurs: models repeat their layers."""
+        return _counted(self.unfused)
+
+    def custom_counted(self) -> list[str]:
+        """One line for each operator of a user's own, with how often graphs call it."""
+        return [f"{n:4d}  {name}" for name, n in sum((g.custom for g in self.graphs), Counter()).items()]
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from .tables import tables
+
+        yield from tables(self)
+
+    def html(self, path: str | Path | None = None, title: str = "model") -> str:
+        """The page: one HTML file that needs nothing else. Written to `path` if that is given; returned as text."""
+        from .page.render import render
+
+        text = render(self, title)
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
     def __str__(self) -> str:
         count = len(self.graphs)
         lines = [f"dsi: {count} graph{'' if count == 1 else 's'}, {len(self.regions)} regions"]
         lines += _section("Rules that fired", [f"{n:6d}  {name}" for name, n in sorted(self.hits.items(), key=lambda i: (-i[1], i[0]))])
         lines += _section("Regions", _region_lines(self.regions))
+        lines += _section("Operators of your own", self.custom_counted())
         lines += _section("Left as they were", _counted(self.unfused))
         lines += _section(
             "Rules that did not fire, and the nearest miss", [f"{name}: {miss}" for name, miss in sorted(self.misses.items())]
@@ -79,7 +108,6 @@ def _region_lines(regions: list[Region]) -> list[str]:
 
 
 def _counted(refusals: list[Refusal]) -> list[str]:
-    """One line a reason: models repeat their layers, so reasons repeat with other nodes."""
     groups: dict[tuple[str, str], list[Refusal]] = defaultdict(list)
     for refusal in refusals:
         groups[(refusal.rule, refusal.reason)].append(refusal)
@@ -89,17 +117,27 @@ def _counted(refusals: list[Refusal]) -> list[str]:
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
     """Compile `model` for one call with `args` and `kwargs`, without gradients, and say what dsi did.
 
-    The call is really made, so a cache among the arguments is written to. `options` are those of `torch.compile(..., backend="dsi")`;
-    every other keyword goes to the model. What was compiled before stays valid.
+    The call is really made, so a cache among the arguments is written to; it runs by the reference functions, since what is wanted is the
+    explanation. On the meta device nothing is computed, so that a model of any size can be looked at. `options` are those of
+    `torch.compile(..., backend="dsi")`; every other keyword goes to the model. What was compiled before stays valid.
     """
+    from dsi.runtime.kernels import print_kernels
+
     from .backend import dsi
-    from .observe import collecting
+    from .observe import collecting, recording
+    from .record import GraphRecord
+
+    given = dict(options or {})
+    if "dump" not in given:  # a dump holds what is compiled for this device
+        given.setdefault("executor", "reference")
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return dsi(gm, example_inputs, options=options)
+        return dsi(gm, example_inputs, options=given)
 
     # A backend of its own makes Dynamo compile again, whatever it has compiled with another.
     compiled = torch.compile(model, backend=backend)
-    with torch.no_grad(), collecting() as contexts:
+    with torch.no_grad(), collecting() as contexts, recording() as records:
         compiled(*args, **kwargs)
-    return Explanation([context.report for context in contexts])
+    for context in contexts:
+        print_kernels(context)
+    return Explanation([context.report for context in contexts], [records.get(id(context), GraphRecord()) for context in contexts])

@@ -19,10 +19,12 @@ from torch._logging import trace_structured
 from .dump import Dump, rules_text
 from .explain import Explanation
 from .printing import graph_text
+from .record import GraphRecord
 
 log = logging.getLogger("dsi.compiler")  # TORCH_LOGS="+dsi" and torch._logging.set_logs(modules={"dsi": DEBUG}) reach it by its name
 
 _collected: contextvars.ContextVar[list[Context] | None] = contextvars.ContextVar("dsi_collected", default=None)
+_recorded: contextvars.ContextVar[dict[int, GraphRecord] | None] = contextvars.ContextVar("dsi_recorded", default=None)
 _said: set[str] = set()
 _saying = threading.Lock()
 
@@ -36,6 +38,17 @@ def collecting() -> Iterator[list[Context]]:
         yield contexts
     finally:
         _collected.reset(token)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[int, GraphRecord]]:
+    """Within: what a page shows of every graph that this thread compiles, by the `id` of its context (see `collecting`)."""
+    records: dict[int, GraphRecord] = {}
+    token = _recorded.set(records)
+    try:
+        yield records
+    finally:
+        _recorded.reset(token)
 
 
 @contextlib.contextmanager
@@ -130,6 +143,8 @@ class Observer:
 
     def _tell(self, name: str, gm: fx.GraphModule, captured: bool = False) -> None:
         _trace(f"dsi_{name}", lambda: graph_text(gm))
+        if (records := _recorded.get()) is not None:
+            records.setdefault(id(self.context), GraphRecord()).take(name, gm)
         if self.dump is not None:
             (self.dump.captured if captured else self.dump.graph)(name, graph_text(gm))
 

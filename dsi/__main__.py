@@ -34,21 +34,35 @@ def explain(
     model: Annotated[Path, typer.Argument(help="A Python file with a function example(), or a Hugging Face config.json or model folder.")],
     batch: Annotated[int, typer.Option(min=1, help="Rows of the ids that a Hugging Face model is run on.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a row.")] = 16,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with pictures of the graphs into this file.")] = None,
     dump: Annotated[Path | None, typer.Option(help="Also write the debug dump into this folder.")] = None,
 ) -> None:
-    """Say which rules fire, which regions are made and what is left in a model.
+    """Say which rules fire, which regions are made, what they should cost and what is left in a model.
 
-    example() returns (model, args) or (model, args, kwargs). From a configuration alone the model is made with random weights.
+    example() returns (model, args) or (model, args, kwargs); instead of it a file may define `model` and `inputs` (a tuple of arguments or
+    a dict of named ones). From a Hugging Face configuration the model is made without weights, so that one of any size can be looked at.
     """
     from dsi.compiler.explain import explain as explain_model
     from dsi.ir.errors import DsiError
 
     try:
         module, args, kwargs = _from_python(model) if model.suffix == ".py" else _from_config(model, batch, length)
-        typer.echo(str(explain_model(module, *args, options={"dump": dump} if dump else None, **kwargs)))
+        explanation = explain_model(module, *args, options={"dump": dump} if dump else None, **kwargs)
+        _console().print(explanation)
+        if html is not None:
+            explanation.html(html, title=model.resolve().parent.name if model.name == "config.json" else model.stem)
+            typer.echo(f"Page: {html}")
     except DsiError as error:
         typer.echo(f"dsi: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # A file or a pipe has no width: nothing is wrapped there.
+    console = Console(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def _from_python(path: Path) -> tuple[Any, tuple, dict[str, Any]]:
@@ -62,7 +76,15 @@ def _from_python(path: Path) -> tuple[Any, tuple, dict[str, Any]]:
     spec.loader.exec_module(module)
     example = getattr(module, "example", None)
     if not callable(example):
-        raise DsiError(f"{path} has no function example() that returns (model, args) or (model, args, kwargs)")
+        given, inputs = getattr(module, "model", None), getattr(module, "inputs", None)
+        if callable(given) and isinstance(inputs, dict):
+            return given, (), inputs
+        if callable(given) and isinstance(inputs, (tuple, list)):
+            return given, tuple(inputs), {}
+        raise DsiError(
+            f"{path} has no function example() that returns (model, args) or (model, args, kwargs), and no `model` with `inputs` "
+            "(a tuple of arguments or a dict of named ones)"
+        )
     made = example()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise DsiError(f"example() of {path} returned {type(made).__name__}; it must return (model, args) or (model, args, kwargs)")
@@ -83,10 +105,12 @@ def _from_config(path: Path, batch: int, length: int) -> tuple[Any, tuple, dict[
     config = transformers.AutoConfig.from_pretrained(path)
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping and not getattr(config, "is_encoder_decoder", False)
     family = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    weights = path.is_dir() and any(path.glob("*.safetensors"))
-    model = family.from_pretrained(path) if weights else family.from_config(config)
-    ids = torch.randint(0, config.get_text_config().vocab_size, (batch, length))
-    return model.eval(), (), {"input_ids": ids}
+    with torch.device("meta"):
+        model = family.from_config(config).eval()
+        ids = torch.zeros((batch, length), dtype=torch.long)
+    named = {"input_ids": ids}
+    # A cache of nothing is a real tensor, which the meta device cannot join.
+    return model, (), {**named, "use_cache": False} if causal else named
 
 
 def main() -> None:

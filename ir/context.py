@@ -21,6 +21,7 @@ class Report:
     regions: list[Region] = field(default_factory=list)
     unfused: list[Refusal] = field(default_factory=list)  # operators left to ATen, and why
     notes: list[str] = field(default_factory=list)  # what a user should know: steps aside, cache-sized copies, fallbacks
+    custom: Counter[str] = field(default_factory=Counter)  # operator of a user's own (ir/custom.py) -> nodes that call it
     seconds: dict[str, float] = field(default_factory=dict)  # part of the compilation -> seconds spent in it
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 
 from dsi.ir.context import Context
+from dsi.ir.custom import custom_of
 from dsi.ir.errors import Refusal
 from dsi.ir.source import source_line
 from torch import fx
@@ -67,6 +68,9 @@ def _report_leftovers(partition: Partition, context: Context) -> None:
         if node.op != "call_function" or not is_tensor(node) or node in partition.provider or not partition.needed(node):
             continue
         if is_effect(node) or node.target is operator.getitem:
+            continue
+        if (own := custom_of(node.target)) is not None:
+            context.report.custom[own.name] += 1  # it is left to the kernel that its user gave
             continue
         refusal = flow.refusals.get(node)
         reason = flow.outside[node]
