@@ -104,7 +104,7 @@ def _attention(node: fx.Node) -> Built:
     length = _value(k).shape[2]
     if not (_same(_value(k).shape[0], b) and _same(_value(v).shape[0], b)):
         raise _refuse(node, "query, key and value differ in batch")
-    if not (_same(_value(k).shape[3], d) and _same(_value(v).shape[2], length)):
+    if not (_same(_value(k).shape[3], d) and _demanded(_value(v).shape[2], length)):
         raise _refuse(node, "the shapes of query, key and value do not fit each other")
     if _same(length, 0):
         raise _refuse(node, "there are no keys")
@@ -145,7 +145,7 @@ def _check_mask(node: fx.Node, mask: fx.Node, q: torch.Tensor, scores: tuple) ->
     if value.device != q.device:
         raise _refuse(node, f"the mask is on {value.device}, the query on {q.device}")
     for size, full in zip(reversed(value.shape), reversed(scores), strict=False):
-        if not (_same(size, 1) or _same(size, full)):
+        if not (_same(size, 1) or _demanded(size, full)):
             raise _refuse(node, f"the mask's shape {tuple(value.shape)} does not surely broadcast to the scores' {tuple(scores)}")
 
 
@@ -344,6 +344,12 @@ def _same_float(node: fx.Node, *tensors: fx.Node) -> None:
 
 def _same(a: Any, b: Any) -> bool:
     return statically_known_true(a == b)
+
+
+def _demanded(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal that torch demands to be: symbols of their own (keys and values of a cache that grows) become one by a
+    guard, which no call fails that eager would not."""
+    return _same(a, b) or (isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt) and bool(a == b))
 
 
 def _same_shape(a: Any, b: Any) -> bool:

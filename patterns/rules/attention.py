@@ -1,9 +1,9 @@
 """softmax(q kᵀ · scale + mask) v, spelled out   ->   dsi.attention
 
 q, k and v are [B, H, *, *], flattened to B·H matrices for the products. The scale multiplies or divides the scores or q, or is the
-product's `alpha` (ALiBi, as `baddbmm`), or is not there; scores may be capped by tanh, masked by an added mask or by a choice, and widened
-for the softmax. A choice between a score and a number becomes an added bias, which is the same where that number drowns every score.
-Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), GPT-Neo (choice and mask), Gemma 2 (cap).
+product's `alpha` (ALiBi, as `baddbmm`), or is not there; scores may be capped by tanh, biased by position, masked by an added mask or by a
+choice, and widened for the softmax. A choice between a score and a number becomes an added bias, which is the same where that number drowns every score.
+Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), Gemma 2 (cap).
 """
 
 import torch
@@ -31,6 +31,7 @@ class Attention(Rule):
         k,
         v,
         mask,
+        position,
         keep,
         alibi,
         scale,
@@ -74,7 +75,9 @@ class Attention(Rule):
             masked_fill=lambda: op.masked_fill(scores, keep, fill),
             none=lambda: scores,
         )
-        masked = op.either("mask", added=lambda: chosen + mask, none=lambda: chosen)
+        masked = op.either(
+            "mask", added=lambda: chosen + mask, twice=lambda: (chosen + position).named("biased") + mask, none=lambda: chosen
+        )
         wide = op.maybe_cast(masked, torch.float32, tag="wide")
         weights = op.maybe_cast(op.softmax(wide, -1), narrow, tag="narrow")
         flat_weights = op.view(op.maybe_contiguous(weights), flat_p).named("flat_weights")
@@ -123,11 +126,13 @@ class Attention(Rule):
 
     def _check_masks(self, m):
         scores = m.shape("scores")
-        if m.present("mask"):
-            m.require(m.dtype("mask").is_floating_point, f"the mask that is added is {m.dtype('mask')}")
-            m.require(
-                m.broadcasts(m.shape("mask"), scores), f"the mask {list(m.shape('mask'))} does not surely broadcast to {list(scores)}"
-            )
+        for name in ("mask", "position"):
+            if not m.present(name):
+                continue
+            m.require(m.dtype(name).is_floating_point, f"the {name} that is added is {m.dtype(name)}")
+            m.require(m.broadcasts(m.shape(name), scores), f"the {name} {list(m.shape(name))} does not surely broadcast to {list(scores)}")
+        if m.present("position"):
+            m.require(not m.present("keep") and not m.present("alibi"), "more than two terms are added to the scores")
         if m.present("keep"):
             m.require(m.dtype("keep") == torch.bool, f"the choice is made by {m.dtype('keep')}")
             m.require(
@@ -150,7 +155,7 @@ class Attention(Rule):
             scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
         if m.present("alpha"):
             scale *= m.alpha
-        bias = None
+        bias = m.position
         if m.present("alibi"):
             bias = dsi.aten.view(m.alibi, [m.sizes[0], m.sizes[1], dsi.size(m.alibi, 1), -1])
         elif m.present("keep"):
@@ -177,6 +182,7 @@ class Attention(Rule):
             "k": s.tensor_of([b, h, d, length] if keys == "transposed" else [b, h, length, d]),
             "v": s.tensor_of(s.pick(([b, h, length, dv], [b * h, length, 1, dv]))),
             "mask": s.tensor_of(s.pick(([b, 1, t, length], [length], [1, h, 1, length]))),
+            "position": s.tensor_of(s.pick(([1, h, t, length], [b, h, t, length], [h, 1, length]))),
             "keep": s.mask_of(s.pick(([1, 1, t, length], [b, h, t, length])), invert=s.chosen("choice") == "masked_fill"),
             "alibi": s.tensor_of([b * h, s.pick((1, t)), length]),
             "flat_q": [b * h, t, d],

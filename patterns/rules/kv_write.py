@@ -1,6 +1,7 @@
 """index_copy(cache, dim, pos, new), cache[:, :, pos] = new   ->   dsi.kv_write
 
-Functional still: whether the cache may be written in place is decided by lowering. Seen in: every model with a StaticCache.
+Functional still: whether the cache may be written in place is decided by lowering. Indexing counts negative positions from the end, which
+neither index_copy nor the operator does. Seen in: every model with a StaticCache; Mistral and Gemma 2 (position -1 of a window).
 """
 
 import torch
@@ -33,7 +34,11 @@ class KvWrite(Rule):
         m.require(m.same(m.shape("new"), expected), f"what is written has shape {list(m.shape('new'))}, not {expected}")
 
     def rewrite(self, dsi, m):
-        return dsi.kv_write(m.cache, m.pos, m.new, dim=written_dim(m))
+        pos = m.pos
+        if m.tag("spelling") != "index_copy":
+            below = dsi.call(torch.ops.aten.lt.Scalar, pos, 0)
+            pos = dsi.aten.where(below, dsi.aten.add(pos, dsi.size(m.cache, written_dim(m))), pos)
+        return dsi.kv_write(m.cache, pos, m.new, dim=written_dim(m))
 
     def sample(self, s):
         b, h, length, d, t = s.size("B"), s.size("H"), s.size("L") + 5, s.size("D"), 3
@@ -44,7 +49,10 @@ class KvWrite(Rule):
         sizes[dim] = length
         new = [*sizes]
         new[dim] = t
-        return {**defaults, "cache": s.tensor_of(sizes), "new": s.tensor_of(new), "pos": s.positions(t, length)}
+        pos = s.positions(t, length)
+        if spelling != "index_copy" and s.pick((True, False)):
+            pos = pos - length
+        return {**defaults, "cache": s.tensor_of(sizes), "new": s.tensor_of(new), "pos": pos}
 
 
 def written_dim(m):
