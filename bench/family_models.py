@@ -25,8 +25,8 @@ EAGER = ("eager",)  # what models have that transformers has not given sdpa
 class Family:
     """One architecture.
 
-    `kind` says how it is called: "decoder" (ids, mask, positions, cache), "encoder" (ids and mask), "seq2seq" (encoder inputs, decoder ids),
-    "vision" (pixels), "embedded" (vectors) or "plain" (ids alone). `make(attention, layers)` builds it; `attentions` are the
+    `kind` says how it is called: "decoder" (ids, mask, positions, cache), "encoder" (ids and mask), "seq2seq" (encoder inputs, decoder
+    ids), "vision" (pixels), "embedded" (vectors) or "plain" (ids alone). `make(attention, layers)` builds it; `attentions` are the
     implementations that it has.
     """
 

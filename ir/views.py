@@ -195,6 +195,40 @@ def _cat(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     return _parts(pull, node, coords[dim], parts)
 
 
+def _pad(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
+    """constant_pad_nd: the source where the point lies in it, a number around it."""
+    source, pads = args_of(node)[:2]
+    number, dtype = argument(node, 2, "value", 0), fake(node).dtype
+    if not isinstance(number, bool | int | float):
+        raise fail(node, f"{node.name} pads with {number}, which is no number")
+    filler = Const(bool(number) if dtype == torch.bool else float(number) if dtype.is_floating_point else int(number), dtype)
+    moved, tests = list(coords), []
+    for i, before in enumerate(pads[::2]):
+        dim, low = len(coords) - 1 - i, size_of(before.meta["val"] if isinstance(before, fx.Node) else before)
+        size = size_of(fake(source).shape[dim])
+        moved[dim] = coords[dim] - low
+        tests += [
+            pull.space.relation(sympy.StrictLessThan, (low - 1, coords[dim])),
+            pull.space.relation(sympy.StrictLessThan, (moved[dim], size)),
+        ]
+    if any(test is sympy.false for test in tests):
+        return filler
+    sizes = sizes_of(fake(source))
+    if all(pull.space.within(c, n) for c, n in zip(moved, sizes, strict=True)):
+        return pull.at(source, moved)
+    # Unwrapped where that is safe, so that the source is read at one set of coordinates.
+    value = pull.selected(source, moved)
+    if value is None:
+        value = pull.at(source, [pull.wrap(c, n) for c, n in zip(moved, sizes, strict=True)])
+    value = pull.cast(value, dtype)
+    for test in tests:
+        if test is not sympy.true:
+            if test.free_symbols & pull.gathers.keys():
+                raise fail(node, f"{node.name} is read at a gathered index along a padded dimension", 5)
+            value = Op("where", (Test(test), value, filler), dtype)
+    return value
+
+
 def _stack(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     whole = fake(node)
     dim = _axis(node, argument(node, 1, "dim", 0), whole.dim())
@@ -305,6 +339,7 @@ VIEWS: dict[Any, Handler] = {
     aten.flip.default: _flip,
     aten.roll.default: _roll,
     aten.cat.default: _cat,
+    aten.constant_pad_nd.default: _pad,
     aten.stack.default: _stack,
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,

@@ -27,6 +27,8 @@ from dsi.ir.source import source_line
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .composites import take_apart
+
 LINEAR = "lift.linear"
 ATTENTION = "lift.attention"
 
@@ -38,6 +40,7 @@ _FLOATS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 
 def lift(gm: fx.GraphModule, context: Context) -> None:
     """Replace every liftable call of `gm` (Dynamo's graph, values in meta["example_value"]) in place."""
+    take_apart(gm, context)
     missed: dict[str, Refusal] = {}
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
@@ -166,7 +169,7 @@ def _before_repeat(node: Any, reader: fx.Node) -> fx.Node | None:
     if not _is_call(spread, ("unsqueeze",), (torch.unsqueeze, operator.getitem)):
         return None
     source = spread.args[0]
-    if not isinstance(source, fx.Node) or any(_may_write(between) for between in _between(node, reader)):
+    if not isinstance(source, fx.Node) or any(may_write(between) for between in _between(node, reader)):
         return None
     values = [v for n in (source, spread, expand, node) if isinstance(v := n.meta.get("example_value"), torch.Tensor)]
     if len(values) != 4:
@@ -206,7 +209,7 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         node = node.next
 
 
-def _may_write(node: fx.Node) -> bool:
+def may_write(node: fx.Node) -> bool:
     """Whether `node`, of Dynamo's graph, which is not functional, may write to a tensor. Doubt counts as yes."""
     if "out" in node.kwargs or node.kwargs.get("inplace"):
         return True

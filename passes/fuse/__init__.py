@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from dsi.ir.context import Context
 from dsi.ir.custom import custom_of
 from dsi.ir.errors import Refusal
@@ -62,10 +63,16 @@ def _give_up(grower: Grower, piece: Piece, refusal: Refusal) -> None:
         grower.flow.refuse(member, refusal)
 
 
+def _has_tensors(node: fx.Node) -> bool:
+    """Whether `node`'s value is a tensor, or several in a tuple."""
+    value = node.meta.get("val")
+    return is_tensor(node) or (isinstance(value, (tuple, list)) and any(isinstance(v, torch.Tensor) for v in value))
+
+
 def _report_leftovers(partition: Partition, context: Context) -> None:
     flow = partition.flow
     for node in flow.core:
-        if node.op != "call_function" or not is_tensor(node) or node in partition.provider or not partition.needed(node):
+        if node.op != "call_function" or not _has_tensors(node) or node in partition.provider or not partition.needed(node):
             continue
         if is_effect(node) or node.target is operator.getitem:
             continue

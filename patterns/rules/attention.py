@@ -2,7 +2,8 @@
 
 q, k and v are [B, H, *, *], flattened to B·H matrices for the products. The scale multiplies or divides the scores or q, or is the
 product's `alpha` (ALiBi, as `baddbmm`), or is not there; scores may be capped by tanh, biased by position, masked by an added mask or by a
-choice, and widened for the softmax. A choice between a score and a number becomes an added bias, which is the same where that number drowns every score.
+choice, and widened for the softmax. A choice between a score and a number becomes an added bias, which is the same where that number drowns
+every score.
 Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), Gemma 2 (cap).
 """
 
