@@ -48,17 +48,23 @@ def error_against(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, 
     return float(difference.norm() / norm), float((difference / (b.abs() + top)).max())
 
 
-def disagreement(value: torch.Tensor, reference: torch.Tensor) -> str:
-    """A sentence that says how `value` differs from `reference` beyond the tolerance of the dtype, "" where it does not."""
+def disagreement(value: torch.Tensor, reference: torch.Tensor, computed_in: torch.dtype | None = None) -> str:
+    """A sentence that says how `value` differs from `reference` beyond the tolerance of the dtype, "" where it does not.
+
+    `computed_in`: the dtype that what led to them was rounded to, where that is coarser than their own (logits widened at the end).
+    """
     if value.dtype != reference.dtype or value.shape != reference.shape:
         return f"{value.dtype}{list(value.shape)} against {reference.dtype}{list(reference.shape)}"
     tolerance = TOLERANCES.get(reference.dtype)
     if tolerance is None:
         return "" if torch.equal(value, reference) else f"{reference.dtype} values differ"
+    if computed_in in TOLERANCES:
+        tolerance = max(tolerance, TOLERANCES[computed_in], key=lambda t: t.relative)
     relative, elementwise = error_against(value, reference)
     if relative <= tolerance.relative and elementwise <= tolerance.elementwise:
         return ""
     return (
         f"relative error {relative:.1e} (allowed {tolerance.relative:.0e}), "
         f"elementwise {elementwise:.1e} (allowed {tolerance.elementwise:.0e}) in {reference.dtype}"
+        f"{f' computed in {computed_in}' if computed_in not in (None, reference.dtype) else ''}"
     )

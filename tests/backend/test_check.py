@@ -148,3 +148,58 @@ def test_parameters_are_shared_with_the_reference_graph():
         compiled(x)
         model.weight.mul_(2)
         assert torch.equal(compiled(x), model(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------- no false alarms
+
+
+class WidensItsResult(nn.Module):
+    """Half precision within, float32 at the end, as the logits and the loss of many models."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        state = torch.zeros(x.shape)  # float32, and written to
+        state[:] = x * 1.7
+        return (x * 1.7).float().log_softmax(-1), state, x.argmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_widened_results_are_held_to_the_precision_that_they_were_computed_in(dtype):
+    """Inductor rounds to half precision less often than eager PyTorch does; that is no fault."""
+    model = WidensItsResult().eval().to(dtype)
+    compiled = torch.compile(model, backend="dsi", options={"check": True})
+    with torch.no_grad():
+        compiled(torch.randn(3, 5, 32).to(dtype))
+
+
+def test_a_few_choices_between_near_ties_are_a_warning(monkeypatch):
+    """Index 0 or 1 of two values that rounding alone tells apart."""
+    plant(monkeypatch, scale_cos(1 + 1e-6))
+    x = torch.zeros(40, 2)
+    x[:, 0] = 1.0
+    near = torch.cos(torch.zeros(40)) - 1.0
+    near[3] = 5e-7
+
+    def choose(x, near):
+        return torch.stack([x.cos()[:, 1] - 1.0, near], -1).argmax(-1)
+
+    with pytest.warns(UserWarning, match="in 1 of 40 places; floats that nearly tie"):
+        run(choose, x, torch.where(near > 0, near, torch.tensor(1.0)))
+    with pytest.raises(DsiInternalError, match="int64 values differ"):
+        run(choose, x, torch.full((40,), 5e-7))
+
+
+def test_integers_that_no_float_leads_to_are_exact(monkeypatch):
+    def stage(gm, context):
+        for node in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+            node.args = (node.args[0], 2)
+        gm.recompile()
+
+    plant(monkeypatch, stage)
+    with pytest.raises(DsiInternalError, match="int64 values differ"):
+        run(lambda i, x: (i + 1, x.cos()), torch.arange(100), torch.randn(3))
