@@ -11,7 +11,7 @@ TESTS ?= tests
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) --dist loadgroup
 ARGS ?=
 
-.PHONY: help setup demo test test-all lint format clean
+.PHONY: help setup browser demo test test-all lint format clean
 
 help:
 	@echo "make demo      SmolLM2-135M compiled with backend=\"dsi\" beside eager and torch.compile's default"
@@ -28,10 +28,13 @@ setup:
 demo: setup
 	@$(RUN) -m bench.demo $(ARGS)
 
-test: lint
+browser: setup
+	@$(RUN) scripts/browser.py
+
+test: lint browser
 	$(PYTEST) $(ARGS) $(TESTS)
 
-test-all: lint
+test-all: lint browser
 	$(PYTEST) -m "slow or not slow" $(ARGS) $(TESTS)
 
 lint: setup

@@ -132,6 +132,7 @@ class Observer:
     def finish(self) -> None:
         """The graph is compiled, or compiling it has failed."""
         report = self.context.report
+        self._own_rules_that_missed()
         for name, miss in report.misses.items():
             log.debug("nearest miss of %s: %s", name, miss)
         for refusal in report.unfused:
@@ -140,6 +141,18 @@ class Observer:
         _trace("dsi_report", lambda: str(Explanation([report])))
         if self.dump is not None:
             self.dump.finish()
+
+    def _own_rules_that_missed(self) -> None:
+        """A rule of the user's that has fired nowhere yet is warned of, once a process, with the place where it came nearest."""
+        report = self.context.report
+        for rule in self.context.options.rules:
+            name = rule.name()
+            with _saying:
+                new = f"rule {name}" not in _said
+                if new and (report.hits[name] or name in report.misses):
+                    _said.add(f"rule {name}")
+            if new and not report.hits[name] and name in report.misses:
+                warnings.warn(f"dsi: your rule fired nowhere in this graph; its nearest miss: {report.misses[name]}", stacklevel=2)
 
     def _tell(self, name: str, gm: fx.GraphModule, captured: bool = False) -> None:
         _trace(f"dsi_{name}", lambda: graph_text(gm))

@@ -1,31 +1,41 @@
-"""Rules that a user has registered for every compilation of this process."""
+"""Users' rules: registered for every compilation of this process, or given for one. Each is verified once, before it is first used."""
 
 from __future__ import annotations
 
 import threading
 
+import torch
 from dsi.ir.errors import DsiError
 from dsi.ir.options import Options
 from dsi.patterns.rule import Rule, compile_rule
+from dsi.patterns.verify import verify
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 _rules: dict[str, type[Rule]] = {}
+_verified: set[type[Rule]] = set()
 _lock = threading.Lock()
 
 
 def register(rule: type[Rule]) -> type[Rule]:
     """Use `rule` in every compilation from now on; also a class decorator.
 
-    What is compiled already stays as it is, until `torch.compiler.reset()`.
-    Raises `DsiError` for a malformed rule, or if another rule of that name is registered.
+    What is compiled already stays as it is, until `torch.compiler.reset()`. Raises `VerificationError` if the replacement does not compute
+    what the pattern does, with the numbers that show it; `DsiError` for a malformed rule, or if another rule of that name is registered.
     """
     name = compile_rule(rule).name
     with _lock:
-        if _rules.get(name, rule) is not rule:
-            raise DsiError(
-                f"another rule is registered as {name!r}: {_rules[name].__module__}.{_rules[name].__qualname__}; give this one another name"
-            )
+        _name_is_free(name, rule)
+    check(rule)
+    with _lock:
+        _name_is_free(name, rule)
         _rules[name] = rule
     return rule
+
+
+def _name_is_free(name: str, rule: type[Rule]) -> None:
+    other = _rules.get(name, rule)
+    if other is not rule:
+        raise DsiError(f"another rule is registered as {name!r}: {other.__module__}.{other.__qualname__}; give this one another name")
 
 
 def unregister(rule: type[Rule]) -> None:
@@ -36,10 +46,26 @@ def unregister(rule: type[Rule]) -> None:
         del _rules[rule.name()]
 
 
+def check(rule: type[Rule]) -> None:
+    """Verifies `rule` by the references of its operators, and by the kernels of users' own where a CUDA device is there; once a process.
+
+    Raises `DsiError` for a malformed rule and `VerificationError` for a wrong one.
+    """
+    compile_rule(rule)
+    if rule in _verified:
+        return
+    # Whatever mode the caller is in, samples are real tensors made on the CPU.
+    with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+        verify(rule)
+        if torch.cuda.is_available():
+            verify(rule, kernels=True)
+    _verified.add(rule)
+
+
 def with_rules(options: Options) -> Options:
-    """`options` with the registered rules before its own. Raises `DsiError` for a malformed rule among them."""
+    """`options` with the registered rules before its own. Raises `DsiError` for a rule among them that is malformed or wrong."""
     for rule in options.rules:
-        compile_rule(rule)
+        check(rule)
     with _lock:
         registered = tuple(rule for rule in _rules.values() if rule not in options.rules)
     return options.model_copy(update={"rules": (*registered, *options.rules)}) if registered else options

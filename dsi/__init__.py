@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from dsi.compiler.explain import Explanation, explain
     from dsi.compiler.registry import register, unregister
     from dsi.ir.context import Report
+    from dsi.ir.custom import CustomOp, custom_op
     from dsi.ir.errors import DsiError, DsiInternalError
     from dsi.ir.options import Options
     from dsi.patterns.rule import Rule
-    from dsi.patterns.verify import verify
+    from dsi.patterns.verify import VerificationError, verify
 
 _HOMES = {
     "Options": "dsi.ir.options",
     "DsiError": "dsi.ir.errors",
     "DsiInternalError": "dsi.ir.errors",
     "Rule": "dsi.patterns.rule",
+    "CustomOp": "dsi.ir.custom",
+    "custom_op": "dsi.ir.custom",
+    "VerificationError": "dsi.patterns.verify",
     "verify": "dsi.patterns.verify",
     "register": "dsi.compiler.registry",
     "unregister": "dsi.compiler.registry",
@@ -33,13 +37,16 @@ _HOMES = {
 }
 
 __all__ = [
+    "CustomOp",
     "DsiError",
     "DsiInternalError",
     "Explanation",
     "Options",
     "Report",
     "Rule",
+    "VerificationError",
     "__version__",
+    "custom_op",
     "explain",
     "register",
     "unregister",

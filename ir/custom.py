@@ -122,7 +122,7 @@ def _own_memory(function: Function) -> Function:
 def _owned(result: Any, given: list[Tensor]) -> Any:
     if not isinstance(result, Tensor):
         return result
-    if any(torch._C._is_alias_of(result, value) for value in given):
+    if any(result.untyped_storage()._cdata == value.untyped_storage()._cdata for value in given):
         return result.clone(memory_format=torch.contiguous_format)
     return result.contiguous()
 

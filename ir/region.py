@@ -10,6 +10,9 @@ from torch import fx
 
 from .tile import KernelSpec, Plan
 
+REGION_CUT = "dsi_region_cut"
+"""Key of a node's meta: a rule's hint that a region ends at its value. The value says which rule's."""
+
 REGION_KINDS = ("linear", "attention", "embedding", "row")
 
 

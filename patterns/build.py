@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from dsi.ir.custom import CustomOp, custom_of
 from dsi.ir.errors import DsiError
 from dsi.ir.ops import REGISTRY
 from torch import fx
@@ -17,11 +18,15 @@ from .vocabulary import OPS, Target, invoke, spell
 
 
 class _Keep:
+    def __init__(self, name: str):
+        self._name = name
+
     def __repr__(self) -> str:
-        return "dsi.keep"
+        return self._name
 
 
-KEEP = _Keep()
+KEEP = _Keep("dsi.keep")
+CUT = _Keep("dsi.cut")
 
 
 class _Words:
@@ -40,10 +45,12 @@ class _Words:
 class Builder(ABC):
     """The `dsi` of a rewrite: `dsi.<operator>(...)` for the semantic operators, `dsi.aten.<word>(...)` for the vocabulary of patterns.
 
-    `dsi.keep`, returned in place of a value, leaves that output of the pattern as it is.
+    `dsi.keep`, returned in place of a value, leaves that output of the pattern as it is. `dsi.cut` does so too, and is a hint to fusion: a
+    region ends there, so that no region both computes the value and reads it.
     """
 
     keep = KEEP
+    cut = CUT
 
     @property
     def aten(self) -> _Words:
@@ -58,9 +65,9 @@ class Builder(ABC):
         overload = REGISTRY[name].overload
         return lambda *args, **kwargs: self._emit(overload, args, kwargs)
 
-    def call(self, overload: Target, *args: Any, **kwargs: Any) -> Any:
-        """A call of any overload, arguments in schema order."""
-        return self._emit(overload, args, kwargs)
+    def call(self, overload: Target | CustomOp, *args: Any, **kwargs: Any) -> Any:
+        """A call of any overload, or of an operator made with `dsi.custom_op`, arguments in schema order."""
+        return self._emit(overload.overload if isinstance(overload, CustomOp) else overload, args, kwargs)
 
     @abstractmethod
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> Any: ...
@@ -79,16 +86,24 @@ class Builder(ABC):
 
 
 class EagerBuilder(Builder):
-    """Computes a rewrite on tensors. With `wide`, floats are float64 and casts between floats do nothing."""
+    """Computes a rewrite on tensors. With `wide`, floats are float64 and casts between floats do nothing; with `kernels`, users' own
+    operators are computed by their kernels, whatever the device.
+    """
 
-    def __init__(self, wide: bool = False):
+    def __init__(self, wide: bool = False, kernels: bool = False):
         self._wide = wide
+        self._kernels = kernels
+        self.launched = 0
+        """How many kernels of users' own operators ran."""
 
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> Any:
         if self._wide:
             args, kwargs = tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
         if compute is not None:
             return compute(*args)
+        if self._kernels and (own := custom_of(target)) is not None and own.kernel is not None:
+            self.launched += 1
+            return own.kernel(*args, **kwargs)
         return invoke(target, args, kwargs)
 
     def value(self, x: Any) -> Any:

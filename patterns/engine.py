@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from dsi.ir.context import Context
 from dsi.ir.errors import DsiError, DsiInternalError, Refusal, Refused
+from dsi.ir.region import REGION_CUT
 from dsi.ir.source import source_line
 from torch import fx
 
@@ -147,6 +148,8 @@ class _Run:
         for node in nodes:
             if node in open_:
                 continue
+            if REGION_CUT in node.meta:
+                raise Refused(Refusal(f"a region is to end at the intermediate value {node.name}, by a hint of {node.meta[REGION_CUT]}"))
             for user in node.users:
                 if user not in inside and not is_size_query(user.target) and not is_dead(user):
                     raise Refused(Refusal(f"the intermediate value {node.name} is also read by {user.name}, outside the match"))

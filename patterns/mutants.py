@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from dsi.ir.ops import ACTIVATIONS, RMS_CASTS, ROPE_STYLES
 
-from .build import KEEP, Builder
+from .build import CUT, KEEP, Builder
 from .match import Match
 from .rule import Rule, compile_rule
 from .sampling import assignments
@@ -129,7 +129,7 @@ def _mutant(rule: type[Rule], fault: str, wrap: Callable[[Builder], Builder]) ->
 
 def _off(rule: type[Rule]) -> Callable[[Rule, Builder, Match], Any]:
     def move(value: Any) -> Any:
-        if value is KEEP:
+        if value is KEEP or value is CUT:
             return value
         return value * 1.05 if value.is_floating_point() else value + 1
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dsi.ir.custom import CustomOp
 from dsi.ir.errors import DsiError
 
 from .vocabulary import OPS, SEMANTIC, Op, Target, parameters
@@ -105,8 +106,10 @@ class Recorder:
             raise _unknown(f"op.{name}", name, OPS)
         return lambda *args, **kwargs: _record(OPS[name], *args, **kwargs)
 
-    def call(self, overload: Target, *args: Any, **kwargs: Any) -> Value:
-        """A call of an overload that the vocabulary lacks, arguments in schema order."""
+    def call(self, overload: Target | CustomOp, *args: Any, **kwargs: Any) -> Value:
+        """A call of an overload that the vocabulary lacks, or of an operator made with `dsi.custom_op`, arguments in schema order."""
+        if isinstance(overload, CustomOp):
+            overload = overload.overload
         return _record(Op(str(overload), (overload,)), *args, **kwargs)
 
     def either(self, tag: str, **branches: Callable[[], Any]) -> Value:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from dsi.ir.context import Context
 from dsi.ir.errors import DsiError, Refused, refuse
+from dsi.ir.region import REGION_CUT
 from dsi.ir.source import source_line
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from .build import KEEP, GraphBuilder
+from .build import CUT, KEEP, GraphBuilder
 from .dims import same_shape
 from .effects import aliases, escapes_as_memory, is_dead, is_mutation, is_pure, is_size_query, storage_root
 from .match import Match
@@ -62,7 +63,10 @@ class Rewriter:
             with self.graph.inserting_before(point):
                 result = compiled.rule.rewrite(builder, match)
             values = self._results(compiled, result)
-            replaced = [(old, new) for old, new in zip(outputs, values, strict=True) if new is not KEEP]
+            replaced = [(old, new) for old, new in zip(outputs, values, strict=True) if new is not KEEP and new is not CUT]
+            cut = [old for old, new in zip(outputs, values, strict=True) if new is CUT]
+            if cut and not replaced and all(REGION_CUT in old.meta for old in cut):
+                raise refuse(f"a region ends at {cut[0].name} already")
             for old, new in replaced:
                 self._check_value(old, new, builder.made, inside)
                 self._check_placement(new, builder.made, point, old)
@@ -75,6 +79,8 @@ class Rewriter:
         except Exception as error:
             self._undo(builder.made)
             raise DsiError(f"{compiled.place}: rule {compiled.name}: `rewrite` failed at {outputs[0].name}: {error}") from error
+        for old in cut:
+            old.meta[REGION_CUT] = f"{compiled.name} ({compiled.place})"
         self._annotate(compiled, builder.made, outputs[0], nodes)
         for query, (base, dim) in moved.items():
             self._move_query(query, base, dim)
@@ -110,7 +116,7 @@ class Rewriter:
                 f"{compiled.place}: rule {compiled.name}: `rewrite` returned {len(values)} values, `pattern` {len(compiled.outputs)}"
             )
         for value in values:
-            if value is not KEEP and not isinstance(value, fx.Node):
+            if value is not KEEP and value is not CUT and not isinstance(value, fx.Node):
                 raise DsiError(f"{compiled.place}: rule {compiled.name}: `rewrite` returned {value!r}, which is no value of the graph")
         return values
 
@@ -200,6 +206,8 @@ class Rewriter:
     def _substitute(self, old: fx.Node, new: fx.Node, compiled: Compiled) -> None:
         if new is old:
             return
+        if REGION_CUT in old.meta:
+            new.meta[REGION_CUT] = old.meta[REGION_CUT]
         restrider = Restrider(self.graph, self.evaluate)
         if isinstance(old.meta["val"], torch.Tensor) and not same_strides(old.meta["val"], new.meta["val"]):
             restrider.substitute(old, new)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from dsi.ir.errors import DsiError, Refused
 
-from .build import KEEP, EagerBuilder
+from .build import CUT, KEEP, EagerBuilder
 from .match import Match
 from .pattern import Evaluator
 from .rule import Compiled, Rule, compile_rule
@@ -53,19 +53,23 @@ class Verified:
         return "\n".join(f"{n:{width}}  {count:5} samples equal, {self.refused[n]:5} refused" for n, count in self.accepted.items())
 
 
-def verify(rules: type[Rule] | Iterable[type[Rule]] | None = None, *, seed: int = 0) -> Verified:
-    """Verifies a rule, several, or (None) all that dsi comes with. Raises `VerificationError` at the first that is wrong."""
+def verify(rules: type[Rule] | Iterable[type[Rule]] | None = None, *, seed: int = 0, kernels: bool = False) -> Verified:
+    """Verifies a rule, several, or (None) all that dsi comes with. Raises `VerificationError` at the first that is wrong.
+
+    With `kernels`, operators made with `dsi.custom_op` are computed by their kernels instead of their references: on the CUDA device if
+    there is one, else on CPU tensors, which a Triton kernel takes under its interpreter (TRITON_INTERPRET=1).
+    """
     if rules is None:
         from .rules import RULES
 
         rules = RULES
     result = Verified()
     for rule in (rules,) if isinstance(rules, type) else rules:
-        _verify_one(compile_rule(rule), result, seed)
+        _verify_one(compile_rule(rule), result, seed, kernels)
     return result
 
 
-def _verify_one(compiled: Compiled, result: Verified, seed: int) -> None:
+def _verify_one(compiled: Compiled, result: Verified, seed: int, kernels: bool) -> None:
     accepted = refused = 0
     reason = ""
     missing = {(tag, branch) for choice in assignments(compiled, _BRANCHES) for tag, branch in choice.items()}
@@ -73,7 +77,7 @@ def _verify_one(compiled: Compiled, result: Verified, seed: int) -> None:
         choices = assignments(compiled, _BRANCHES, seed + number)
         for i, branches in enumerate(choices):
             for round_ in range(-(-_SAMPLES // len(choices))):
-                case = Case(compiled, branches, dtype, seed + 1000 * number + 7 * i + round_)
+                case = Case(compiled, branches, dtype, seed + 1000 * number + 7 * i + round_, kernels)
                 if case.compare():
                     accepted += 1
                     missing -= set(case.tags.items())
@@ -85,7 +89,7 @@ def _verify_one(compiled: Compiled, result: Verified, seed: int) -> None:
         wanted = [choice for choice in everything if missing & set(choice.items())]
         if not wanted:
             break
-        case = Case(compiled, wanted[extra % len(wanted)], DTYPES[extra % len(DTYPES)], seed + 5000 + extra)
+        case = Case(compiled, wanted[extra % len(wanted)], DTYPES[extra % len(DTYPES)], seed + 5000 + extra, kernels)
         if case.compare():
             accepted += 1
             missing -= set(case.tags.items())
@@ -105,10 +109,10 @@ def _verify_one(compiled: Compiled, result: Verified, seed: int) -> None:
 
 
 class Case:
-    """One sample of one rule: a choice of branches, a dtype and a seed."""
+    """One sample of one rule: a choice of branches, a dtype and a seed; `kernels` as in `verify`."""
 
-    def __init__(self, compiled: Compiled, branches: dict[str, str], dtype: torch.dtype, seed: int):
-        self.compiled, self.branches, self.dtype, self.seed = compiled, branches, dtype, seed
+    def __init__(self, compiled: Compiled, branches: dict[str, str], dtype: torch.dtype, seed: int, kernels: bool = False):
+        self.compiled, self.branches, self.dtype, self.seed, self.kernels = compiled, branches, dtype, seed, kernels
         self.tags: dict[str, str] = {}
         self.env: dict[str, Any] = {}
         self.refusal = ""
@@ -117,6 +121,8 @@ class Case:
         """False if the rule refuses the sample; raises `VerificationError` if pattern and replacement differ on it."""
         compiled = self.compiled
         self.env = compiled.rule.sample(Sampler(compiled, self.branches, self.dtype, self.seed))
+        if self.kernels and torch.cuda.is_available():
+            self.env = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in self.env.items()}
         unknown = [v.name for v in compiled.variables if v.name not in self.env]
         if unknown:
             raise VerificationError(
@@ -141,7 +147,7 @@ class Case:
         wide_match._solver = match._solver
         wide = self._rewrite(wide_match, wide=True)
         for index, (pattern, replacement) in enumerate(zip(expected, actual, strict=True)):
-            if replacement is not KEEP:
+            if replacement is not KEEP and replacement is not CUT:
                 self._equal(pattern, replacement, exact[index], wide[index])
         return True
 
@@ -154,7 +160,8 @@ class Case:
     def _rewrite(self, match: Match, wide: bool) -> list[Any]:
         try:
             with torch.no_grad():
-                result = self.compiled.rule.rewrite(EagerBuilder(wide), match)
+                # A kernel need not take float64: there the reference stands for it.
+                result = self.compiled.rule.rewrite(EagerBuilder(wide, self.kernels and not wide), match)
         except Refused:
             raise
         except Exception as error:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from dsi.ir import ops
+from dsi.ir.custom import custom_of
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.region import Region
 from torch import Tensor, fx
@@ -207,7 +208,9 @@ class _Expander:
                 values[node] = write_in_place(*arguments(node.args), **arguments(node.kwargs))
                 self.stamp(node, region)
             else:
-                values[node] = expansion(node.target, self.table)(*arguments(node.args), **arguments(node.kwargs))
+                own = custom_of(node.target)
+                function = own.reference if own is not None else expansion(node.target, self.table)
+                values[node] = function(*arguments(node.args), **arguments(node.kwargs))
                 self.stamp(node, region)
         raise DsiInternalError("a graph without an output node")
 

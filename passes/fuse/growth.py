@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dsi.ir import ops
 from dsi.ir.errors import Refusal
+from dsi.ir.region import REGION_CUT
 from dsi.ir.tile import AttentionPlan, LinearPlan, RowPlan
 from torch import fx
 
@@ -72,6 +73,10 @@ class Grower:
         return refusal
 
     def _plan(self, piece: Piece) -> Refusal | None:
+        for reader in piece.members:
+            cut = next((d for d in self.flow.deps.get(reader, ()) if REGION_CUT in d.meta and d in piece.members), None)
+            if cut is not None:
+                return Refusal(f"a region ends at {cut.name}, by a hint of {cut.meta[REGION_CUT]}", rule="hint")
         plan = self.planner.plan(self.candidate(piece))
         if isinstance(plan, Refusal):
             return plan

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from dsi.compiler import registry
 from dsi.compiler.bisect import find_rewrite
 from dsi.patterns.rule import Rule
 from torch import nn
@@ -107,6 +108,7 @@ def test_a_graph_that_is_stepped_aside_from_says_why(tmp_path):
 @torch.no_grad()
 def test_a_planted_miscompile_is_located(tmp_path):
     """By fuel bisection and the dump alone: which rewrite, of which rule, in which file and line, at which line of the model."""
+    registry._verified.add(SlightlyWrong)  # as if verification had not found it out
     model = Layers(4)
     x = torch.randn(3, 5)
     wanted = model(x)
