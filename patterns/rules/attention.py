@@ -9,6 +9,7 @@ Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), T5 (bias
 
 import torch
 from dsi.patterns.rule import Rule
+from dsi.patterns.rules.cast_chain import widens
 
 # A number below this, in place of a score, leaves of a score that is added to it nothing: fp32 has 24 bits.
 _DROWNS = -1e30
@@ -119,6 +120,8 @@ class Attention(Rule):
             q == m.dtype("k") == m.dtype("v") == m.output().dtype,
             f"q, k, v and the result differ in dtype: {q}, {m.dtype('k')}, {m.dtype('v')}",
         )
+        for tag in ("q wide", "k wide", "wide"):
+            m.require(m.cast(tag) is None or widens(q, m.cast(tag)), f"it is computed in {m.cast(tag)}, which rounds values of {q}")
         m.require(m.dtype("flat_weights") == q, f"the weights of the sum are {m.dtype('flat_weights')}, v is {q}")
         for name in ("scale", "q_scale", "cap", "alpha"):
             m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")

@@ -6,6 +6,7 @@ CLIP (quick).
 
 import math
 
+import torch
 from dsi.patterns.rule import Rule
 
 
@@ -46,8 +47,9 @@ class Gelu(Rule):
         m.require(m.dtype("x").is_floating_point, f"x is {m.dtype('x')}")
         for name, value in (("root", math.sqrt(2 / math.pi)), ("half_root", math.sqrt(2)), ("inverse_root", math.sqrt(0.5))):
             given = getattr(m, name)
-            # As near as people write it: below what fp32 can tell.
-            m.require(given is None or (m.is_number(name) and abs(given - value) < 1e-8 * value), f"the factor is {given}, not {value}")
+            # As near as people write it: below what the dtype can tell.
+            near = 1e-15 if m.dtype("x") == torch.float64 else 1e-8
+            m.require(given is None or (m.is_number(name) and abs(given - value) < near * value), f"the factor is {given}, not {value}")
 
     def rewrite(self, dsi, m):
         return dsi.activation(m.x, m.tag("kind"))

@@ -6,6 +6,7 @@ low-precision norm).
 
 import torch
 from dsi.patterns.rule import Rule
+from dsi.patterns.rules.cast_chain import widens
 
 
 class LayerNormSpelled(Rule):
@@ -31,6 +32,8 @@ class LayerNormSpelled(Rule):
 
     def check(self, m):
         m.require(m.is_float("eps"), f"eps is {m.eps}, not a float")
+        wide = m.cast("wide")
+        m.require(wide is None or widens(m.dtype("x"), wide), f"it is computed in {wide}, which rounds values of {m.dtype('x')}")
         m.require(m.cast("early") in (None, m.dtype("x")), f"the normalised value is cast to {m.cast('early')}")
         m.require(m.output().dtype == m.dtype("x"), f"the result is {m.output().dtype}, x is {m.dtype('x')}")
         for name in ("weight", "bias"):

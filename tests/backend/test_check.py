@@ -203,3 +203,15 @@ def test_integers_that_no_float_leads_to_are_exact(monkeypatch):
     plant(monkeypatch, stage)
     with pytest.raises(DsiInternalError, match="int64 values differ"):
         run(lambda i, x: (i + 1, x.cos()), torch.arange(100), torch.randn(3))
+
+
+def test_assertions_of_the_model_pass_and_still_assert():
+    """An assertion has an effect and no value."""
+
+    def function(ids, table):
+        return F.one_hot(ids, 5).to(table.dtype) @ table
+
+    table = torch.randn(5, 3)
+    assert torch.equal(run(function, torch.tensor([1, 4]), table), table[[1, 4]])
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        run(function, torch.tensor([1, 5]), table)

@@ -106,6 +106,13 @@ def test_half_precision_with_the_softmax_in_float():
     assert node is not None, "scores in fp32, as GPT-Neo computes them"
 
 
+def test_double_precision_with_the_softmax_in_float_is_left():
+    """The operator would compute in fp64 what the model rounds to fp32."""
+    q, k, v = (t.double() for t in (Q, K, V))
+    assert stages(lambda q, k, v: F.softmax(q @ k.mT * 0.5, dim=-1, dtype=torch.float32).double() @ v, q, k, v)[0] is None
+    assert stages(lambda q, k, v: (q @ k.mT * 0.5).softmax(-1) @ v, q, k, v)[0] is not None
+
+
 def alibi_attention(slopes, q, k, v, alpha=0.5, beta=1.0):
     flat_q, flat_k = q.reshape(B * H, S, D), k.reshape(B * H, L, D).transpose(1, 2)
     scores = slopes.baddbmm(flat_q, flat_k, beta=beta, alpha=alpha).view(B, H, S, L)

@@ -172,6 +172,20 @@ def test_linear_with_a_view_that_merges_heads_before_it():
     assert node.args[0].meta["val"].shape == (2, 3, 10)
 
 
+def test_a_norm_that_fp64_is_rounded_for_stays_in_fp32():
+    gm, _ = stages(lambda x: spelled(x.float(), torch.ones(10), torch.zeros(10)).double(), X.double())
+    norms = [n for n in gm.graph.nodes if n.target is torch.ops.dsi.layer_norm.default]
+    assert all(n.meta["val"].dtype == torch.float32 for n in norms)
+    x = 1 + 1e-8 * X.double()  # all the same in fp32
+    gm, _ = stages(lambda x: spelled_without_weight(x.float()).double(), x)
+    assert not gm(x).any()
+
+
+def spelled_without_weight(x):
+    d = x - x.mean(-1, keepdim=True)
+    return d / torch.sqrt(x.var(-1, correction=0, keepdim=True) + 1e-30)
+
+
 # ----------------------------------------------------------------------------------------------------------------- activations
 
 
@@ -205,6 +219,8 @@ def test_gelu_by_kind(kind):
 
 case("not gelu: other cube factor", {"gelu": 0}, X)(lambda x: 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.0447 * x.pow(3)))))
 case("not gelu: other root", {"gelu": 0}, X)(lambda x: 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * x.pow(3)))))
+case("gelu: fp64 with all digits", {"gelu": 1}, X.double())(lambda x: 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0))))
+case("not gelu: fp64 with the digits of fp32", {"gelu": 0}, X.double())(lambda x: bloom_gelu(x))
 case("not gelu: other half", {"gelu": 0}, X)(lambda x: 0.4 * x * (1.0 + torch.erf(x / math.sqrt(2.0))))
 case("not gelu: quick of another tensor", {"gelu": 0}, X, X + 1)(lambda x, y: y * torch.sigmoid(1.702 * x))
 case("silu: operator", {"silu": 1}, X)(lambda x: F.silu(x))
