@@ -7,8 +7,8 @@ PYTHON ?= $(shell for p in python3 python python3.12 python3.11; do \
 RUN := $(VENV)/bin/python
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
 TESTS ?= tests
-# Two workers on two cores: one thread each, or they fight.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) --dist loadgroup
+# One thread a worker, or they fight for the cores. A file stays with one worker, which makes its fixtures once.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) --dist loadfile
 ARGS ?=
 
 .PHONY: help setup browser demo test test-all lint format clean

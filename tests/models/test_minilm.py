@@ -19,8 +19,6 @@ SENTENCES = [
     "The committee will meet on Tuesday to discuss the budget for the coming year.",
     "Compilers translate programs.",
 ]
-pytestmark = pytest.mark.xdist_group("minilm")  # one worker compiles it, once
-
 LAYERS = 6
 
 

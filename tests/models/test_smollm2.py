@@ -8,8 +8,6 @@ import torch
 from bench import models
 from bench.generate import greedy, largest_error
 
-pytestmark = pytest.mark.xdist_group("smollm2")  # one worker compiles it, once
-
 LAYERS = 30
 BOUND = 1e-5  # largest relative error of a step's logits against eager, fp32
 
