@@ -53,7 +53,7 @@ ATTENTION_TILES = (
     (128, 64, 8, 2),
 )
 # gemv: elements of the weight tile times rows that a program holds as partial sums, by warps.
-GEMV_SUMS = {4: 4096, 8: 8192}
+GEMV_SUMS, GEMV_SUMS_32 = {4: 4096, 8: 8192}, {8: 4096}
 GEMV_ROWS = 4
 # Row buckets of a region with a symbolic row count; the last variant takes any number.
 LINEAR_BUCKETS = (1, GEMV_ROWS, 16, 64, None)
@@ -292,7 +292,7 @@ def _gemv_candidates(plan: t.LinearPlan, rows: int) -> Iterator[Choice]:
     windows = accumulators(plan)
     inner = power_of_two(typical(plan.inner))
     line = LINE_BYTES // plan.x_dtype.itemsize
-    for warps, sums in GEMV_SUMS.items():
+    for warps, sums in (GEMV_SUMS_32 if plan.x_dtype.itemsize == 4 else GEMV_SUMS).items():
         for block_n in (4, 8, 16, 32, 64, 128, 256):
             if block_n < group or (block_n > group and block_n > 32):
                 continue
