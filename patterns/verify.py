@@ -57,7 +57,8 @@ def verify(rules: type[Rule] | Iterable[type[Rule]] | None = None, *, seed: int 
     """Verifies a rule, several, or (None) all that dsi comes with. Raises `VerificationError` at the first that is wrong.
 
     With `kernels`, operators made with `dsi.custom_op` are computed by their kernels instead of their references: on the CUDA device if
-    there is one, else on CPU tensors, which a Triton kernel takes under its interpreter (TRITON_INTERPRET=1).
+    there is one, else on CPU tensors, which a Triton kernel takes under its interpreter (TRITON_INTERPRET=1; without bfloat16, with which
+    that cannot compute).
     """
     if rules is None:
         from .rules import RULES
@@ -73,7 +74,8 @@ def _verify_one(compiled: Compiled, result: Verified, seed: int, kernels: bool) 
     accepted = refused = 0
     reason = ""
     missing = {(tag, branch) for choice in assignments(compiled, _BRANCHES) for tag, branch in choice.items()}
-    for number, dtype in enumerate(DTYPES):
+    dtypes = tuple(d for d in DTYPES if d != torch.bfloat16) if kernels and not torch.cuda.is_available() else DTYPES
+    for number, dtype in enumerate(dtypes):
         choices = assignments(compiled, _BRANCHES, seed + number)
         for i, branches in enumerate(choices):
             for round_ in range(-(-_SAMPLES // len(choices))):
@@ -89,7 +91,7 @@ def _verify_one(compiled: Compiled, result: Verified, seed: int, kernels: bool) 
         wanted = [choice for choice in everything if missing & set(choice.items())]
         if not wanted:
             break
-        case = Case(compiled, wanted[extra % len(wanted)], DTYPES[extra % len(DTYPES)], seed + 5000 + extra, kernels)
+        case = Case(compiled, wanted[extra % len(wanted)], dtypes[extra % len(dtypes)], seed + 5000 + extra, kernels)
         if case.compare():
             accepted += 1
             missing -= set(case.tags.items())

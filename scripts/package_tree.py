@@ -26,7 +26,7 @@ def lay_out(target: Path) -> None:
         place = target.joinpath(*name.split("."))
         place.mkdir(parents=True)
         for source in folder.iterdir():
-            if source.suffix in (".py", ".typed"):
+            if source.suffix in (".py", ".typed", ".j2", ".css", ".js"):
                 (place / source.name).symlink_to(source)
 
 

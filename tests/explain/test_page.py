@@ -11,7 +11,7 @@ import transformers
 import dsi
 
 sys.path.insert(0, str(Path(__file__).parent))
-from browser import Browser, chromium  # noqa: E402
+from browser import Browser, chromium
 
 LAYERS = 32
 
