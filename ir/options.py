@@ -26,6 +26,10 @@ class Options(BaseModel):
     )
     fuel: int | None = Field(None, ge=0, description="Stop after this many rewrites, to bisect a miscompile (environment: DSI_FUEL).")
     library: bool = Field(True, description="Whether a library kernel (cuBLAS, SDPA) may be used for a region where it is a candidate.")
+    cuda_graphs: bool = Field(
+        False,
+        description='Whether the modes "reduce-overhead" and "max-autotune" record CUDA graphs. Off until it has been proven on a device.',
+    )
     rules: tuple[Any, ...] = Field((), description="Further rules (dsi.Rule classes) for this compilation.")
     cache: bool = Field(True, description="Whether kernels and choices are cached on disk (environment: DSI_CACHE=0).")
     executor: Literal["auto", "reference"] = Field(
@@ -47,7 +51,7 @@ class Options(BaseModel):
             if key not in given and os.environ.get(variable):
                 given[key] = read(os.environ[variable])
         try:
-            return cls(**given)
+            return cls.model_validate(given)
         except ValidationError as error:
             raise DsiError(_sentence(error)) from None
 

@@ -37,7 +37,11 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     if context.options.mode.startswith("max-autotune"):
         context.report.notes.append("nothing is tuned on the device yet: the kernels have the block sizes that the cost model ranks first")
     run: Boxed = program
-    if context.options.mode in GRAPHED_MODES:
+    if context.options.mode in GRAPHED_MODES and not context.options.cuda_graphs:
+        context.report.notes.append(
+            f"mode {context.options.mode!r}: every kernel is launched by itself; cuda_graphs=True records CUDA graphs"
+        )
+    elif context.options.mode in GRAPHED_MODES:
         run = GraphedProgram(program, example_inputs, static_input_indices(), written_inputs(gm), context)
 
     def call(inputs: list[Any]) -> Sequence[Any]:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DECODERS = ("gpt2", "llama", "opt", "gpt_neox", "gptj", "bloom", "falcon_gqa", "qwen3", "phi", "gemma2")
-MODES = {"kernels": {"library": False}, "graphs": {"library": False, "mode": "reduce-overhead"}}
+MODES = {"kernels": {"library": False}, "graphs": {"library": False, "mode": "reduce-overhead", "cuda_graphs": True}}
 SLACK = 1.3  # error against float64 over eager's own: two roundings of one small sample
 
 

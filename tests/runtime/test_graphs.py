@@ -186,7 +186,7 @@ def test_decoding_on_a_gpu_by_graphs(mode):
     model = transformers.LlamaForCausalLM(config).eval().cuda()
     ids = torch.randint(3, 211, (2, 7)).cuda()
     with torch.inference_mode(), collecting() as contexts:
-        compiled = torch.compile(model, backend="dsi", mode=mode)
+        compiled = torch.compile(model, backend="dsi", options={"mode": mode, "cuda_graphs": True})
         pairs = [[transformers.StaticCache(config=config, max_cache_len=32) for _ in range(2)] for _ in range(2)]
         kept = []
         for step in range(8):
