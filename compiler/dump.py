@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 from dsi.ir.context import Context
+from dsi.ir.errors import DsiError
 from dsi.ir.region import Region
 from dsi.ir.source import source_line
 from torch import fx
@@ -18,12 +20,20 @@ from .printing import target_text, value_text
 
 
 class Dump:
-    """Writes what happens to one graph below `folder`/graph_NNN, where NNN is the next free number."""
+    """Writes what happens to one graph below `folder`/graph_NNN, where NNN is the next free number.
+
+    Raises `DsiError` if no folder can be made there. Where a file cannot be written later on (a full disk), the
+    dump ends with a warning: what is compiled and called meanwhile has no part in it.
+    """
 
     def __init__(self, folder: Path, context: Context):
         self.context = context
-        self.folder = _next_folder(folder)
+        try:
+            self.folder = _next_folder(folder)
+        except OSError as error:
+            raise DsiError(f"dsi: the debug dump cannot be written into {str(folder)!r} (option dump or DSI_DUMP): {error}") from error
         self._before = ""
+        self._ended = False
 
     def graph(self, name: str, text: str) -> None:
         """A stage's result, as "<name>.py", and "<name>.diff" against the stage before where it changed anything."""
@@ -46,9 +56,15 @@ class Dump:
 
     def write(self, path: str, text: str) -> None:
         """A file of the dump."""
+        if self._ended:
+            return
         place = self.folder / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text)
+        except OSError as error:
+            self._ended = True
+            warnings.warn(f"dsi: the debug dump in {self.folder} ends here: {error}", stacklevel=2)
 
 
 def _next_folder(folder: Path) -> Path:

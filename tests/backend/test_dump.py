@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from dsi.compiler import registry
 from dsi.compiler.bisect import find_rewrite
+from dsi.passes.pipeline import PIPELINE, Stage
 from dsi.patterns.rule import Rule
 from torch import nn
 
@@ -97,6 +98,27 @@ def test_each_graph_has_a_folder_and_none_is_written_over(tmp_path):
         torch._dynamo.reset()
         compile_into(tmp_path, function)(torch.randn(3, 5))
     assert [p.name for p in sorted(tmp_path.iterdir())] == [f"graph_{i:03d}" for i in range(4)]
+
+
+@torch.no_grad()
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"the debug dump cannot be written into '.*file.*' \(option dump or DSI_DUMP\)"):
+            compile_into(place, Layers())(torch.randn(3, 5))
+
+
+@torch.no_grad()
+def test_a_dump_that_cannot_go_on_stops_nothing_else(tmp_path):
+    def block(gm, context):
+        (tmp_path / "graph_000" / "rules.txt").mkdir()
+
+    model, x = Layers().eval(), torch.randn(3, 5)
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="the debug dump in .*graph_000 ends here"):
+        patch.setattr("dsi.compiler.backend.PIPELINE", (Stage("block", "dynamo", block), *PIPELINE))
+        patch.setattr("dsi.compiler.observe.PIPELINE", (Stage("block", "dynamo", block), *PIPELINE))
+        torch.testing.assert_close(compile_into(tmp_path, model)(x), model(x))
 
 
 def test_a_graph_that_is_stepped_aside_from_says_why(tmp_path):
