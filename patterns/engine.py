@@ -20,6 +20,7 @@ from .rule import Compiled, Rule, compile_rule
 from .vocabulary import Target
 
 _MAX_ROUNDS = 100  # of a fixpoint; a list of rules that needs more undoes its own work
+_MAX_HITS = 50  # of a fixpoint, for each node that it began with (and 1000 for none): rules that need more feed on what they make
 
 
 def apply_rules(gm: fx.GraphModule, rules: Sequence[type[Rule]], context: Context, *, fixpoint: bool = False) -> Counter[str]:
@@ -31,11 +32,17 @@ def apply_rules(gm: fx.GraphModule, rules: Sequence[type[Rule]], context: Contex
     compiled = [compile_rule(rule) for rule in rules]
     run = _Run(gm, context)
     total: Counter[str] = Counter()
+    allowed = 1000 + _MAX_HITS * len(gm.graph.nodes)
     for _ in range(_MAX_ROUNDS):
         hits = Counter({rule.name: n for rule in compiled if (n := run.sweep(rule))})
         total += hits
         if not fixpoint or not hits or run.rewriter.out_of_fuel:
             break
+        if total.total() > allowed:
+            (name, number), *_ = total.most_common(1)
+            raise DsiInternalError(
+                f"rules have fired {total.total()} times and do not end; {name} alone {number} times, on what it has made"
+            )
     else:
         raise DsiInternalError(f"rules still fire after {_MAX_ROUNDS} rounds: {', '.join(sorted(hits))} undo each other's work")
     context.report.hits.update(total)

@@ -137,6 +137,36 @@ def test_a_users_rule_by_option_and_by_registration():
         dsi.register(int)
 
 
+class Negated(dsi.Rule):
+    """cos(x)   ->   cos(-x): right, and met again in what it makes"""
+
+    dims = {"x": "..."}
+    stage = "normalise"
+
+    def pattern(self, op, x):
+        return op.cos(x)
+
+    def rewrite(self, dsi, m):
+        return self.cosine(dsi, dsi.call(torch.ops.aten.neg.default, m.x))
+
+    def cosine(self, dsi, x):
+        return dsi.call(torch.ops.aten.cos.default, x)
+
+
+class Tripled(Negated):
+    """cos(x)   ->   cos(x) + cos(x) - cos(x): three times as many each round"""
+
+    def rewrite(self, dsi, m):
+        twice = dsi.call(torch.ops.aten.add.Tensor, self.cosine(dsi, m.x), self.cosine(dsi, m.x))
+        return dsi.call(torch.ops.aten.sub.Tensor, twice, self.cosine(dsi, m.x))
+
+
+@pytest.mark.parametrize("rule, words", [(Negated, "after 100 rounds: negated"), (Tripled, "do not end; tripled alone")])
+def test_a_rule_that_feeds_on_what_it_makes_ends(rule, words):
+    with torch.no_grad(), pytest.raises(Exception, match=words):
+        torch.compile(torch.cos, backend="dsi", options={"rules": [rule]})(torch.randn(3, 5))
+
+
 # -------------------------------------------------------------------------------------------------------------------- command line
 
 
