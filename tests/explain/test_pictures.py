@@ -120,12 +120,13 @@ def test_all_reduces_and_leftovers_are_drawn():
 # ------------------------------------------------------------------------------------------------------------------------- figures
 
 
-def test_figures_of_a_linear():
-    (region,) = dsi.explain(nn.Linear(256, 512, bias=False).eval(), torch.randn(64, 256)).regions
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, "memory"), (torch.float32, "compute")])
+def test_figures_of_a_linear(dtype, limit):
+    (region,) = dsi.explain(nn.Linear(256, 512, bias=False).to(dtype).eval(), torch.randn(64, 256).to(dtype)).regions
     found = figures_of(region, H200)
     assert found.flops == 2 * 64 * 256 * 512
-    assert found.bytes == 4 * (64 * 256 + 256 * 512 + 64 * 512)
-    assert found.floor == max(found.bytes / H200.bandwidth, found.flops / H200.matrix[4]) and found.limit == "memory"
+    assert found.bytes == dtype.itemsize * (64 * 256 + 256 * 512 + 64 * 512)
+    assert found.floor == max(found.bytes / H200.bandwidth, found.flops / H200.matrix[dtype.itemsize]) and found.limit == limit
     assert 0 < found.share <= 1 and found.seconds > found.floor
     assert len(variants(region, H200)) == 1
 
