@@ -166,7 +166,9 @@ def run(case: Case, options: dict[str, Any] | None = None, length: int = LENGTH,
     outcome = Outcome()
     with torch.no_grad():
         model = build(case.family, case.attention, layers=case.layers, dtype=case.dtype, hot_init=case.hot_init)
-        exact = build(case.family, case.attention, layers=case.layers, dtype=case.dtype, hot_init=case.hot_init).double()
+        exact = build(case.family, case.attention, layers=case.layers, dtype=case.dtype, hot_init=case.hot_init)
+        if family.runs_in_float64:
+            exact = exact.double()
         _RUNNERS[family.kind](family, case, model, exact, outcome, options, length, steps)
     outcome.seconds = time.perf_counter() - start
     return outcome
@@ -182,6 +184,11 @@ def _note(outcome: Outcome, phase: str, got: Tensor, eager: Tensor, exact: Tenso
     outcome.errors[phase] = (max(old[0], error(got)), max(old[1], error(eager)))
 
 
+def decodes(case: Case) -> bool:
+    """Whether the case has decode steps. Slots behind a padded prompt are not where a window, which counts slots, looks for tokens."""
+    return case.cache != "none" and not (case.padding == "right" and (FAMILIES.get(case.family) or OTHERS[case.family]).window)
+
+
 def _decoder(
     family: Family, case: Case, model: Any, exact: Any, outcome: Outcome, options: dict[str, Any] | None, length: int, steps: int
 ) -> None:
@@ -189,7 +196,7 @@ def _decoder(
 
     batch = batch_of(case.padding, length, steps)
     room = length + steps + 3  # of a static cache
-    keep, total = batch.keep, length + (steps if case.cache != "none" and case.padding != "right" else 0)
+    keep, total = batch.keep, length + (steps if decodes(case) else 0)
 
     def arguments(first: int, last: int, rows: slice = slice(None), padded: bool = True) -> dict[str, Any]:
         ids, positions = batch.ids[rows, first:last], batch.positions[rows, first:last]
@@ -237,7 +244,7 @@ def _decoder(
     compare("prefill", logits_of(forward(**arguments(0, length), **{name: cache}, use_cache=True)), 0, length)
     outcome.reports["prefill"] = list(reports)
     reports.clear()
-    if case.padding == "right":
+    if not decodes(case):
         return
     for step in range(steps):
         at = length + step

@@ -34,6 +34,8 @@ class Family:
     make: Callable[[str, int], nn.Module]
     attentions: tuple[str, ...] = ATTENTIONS
     whole_mask: bool = False  # with a static cache it wants a mask for all of the cache
+    window: bool = False  # some layer sees only the last WINDOW positions, counted in slots of the cache
+    runs_in_float64: bool = True  # eager; else it is its own reference
     wrong_with_static_cache: bool = False  # eager itself computes otherwise with a StaticCache
 
 
@@ -199,7 +201,7 @@ FAMILIES: dict[str, Family] = {
         dict(**TOKENS, vocab_size=VOCAB, n_embd=HIDDEN, n_head=4, n_positions=256),
         ("n_layer",),
     ),
-    "GPT-Neo": Family("decoder", _gpt_neo, EAGER, wrong_with_static_cache=True),
+    "GPT-Neo": Family("decoder", _gpt_neo, EAGER, window=True, wrong_with_static_cache=True),
     "GPT-NeoX": _causal("GPTNeoX", **_BASE, rotary_pct=0.25),
     "GPT-NeoX sequential": _causal("GPTNeoX", **_BASE, rotary_pct=0.25, use_parallel_residual=False),
     "GPT-J": _of(
@@ -223,23 +225,26 @@ FAMILIES: dict[str, Family] = {
     "LLaMA-2 GQA": _causal("Llama", **_BASE, num_key_value_heads=2),
     "LLaMA tied": _causal("Llama", **_BASE, num_key_value_heads=2, tie_word_embeddings=True),
     "InternLM": _causal("Llama", **_BASE, num_key_value_heads=4, attention_bias=True),
-    "Mistral": _causal("Mistral", **_BASE, num_key_value_heads=2, sliding_window=WINDOW),
+    "Mistral": replace(_causal("Mistral", **_BASE, num_key_value_heads=2, sliding_window=WINDOW), window=True),
     "Qwen2": _causal("Qwen2", **_BASE, num_key_value_heads=2),
     "Qwen3": _causal("Qwen3", **_BASE, num_key_value_heads=2, head_dim=16),
     "Phi": _causal("Phi", **_BASE, partial_rotary_factor=0.5),
     "Falcon MQA": _causal("Falcon", **_FALCON, multi_query=True, parallel_attn=True, new_decoder_architecture=False),
     "Falcon GQA": _causal("Falcon", **_FALCON, num_kv_heads=2, new_decoder_architecture=True),
     "Gemma": _causal("Gemma", **_BASE, num_key_value_heads=1, head_dim=16),
-    "Gemma 2": _causal(
-        "Gemma2",
-        EAGER,
-        **_BASE,
-        num_key_value_heads=2,
-        head_dim=16,
-        query_pre_attn_scalar=8,
-        sliding_window=WINDOW,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
+    "Gemma 2": replace(
+        _causal(
+            "Gemma2",
+            EAGER,
+            **_BASE,
+            num_key_value_heads=2,
+            head_dim=16,
+            query_pre_attn_scalar=8,
+            sliding_window=WINDOW,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+        window=True,
     ),
     "T5": Family("seq2seq", _t5(False)),
     "T5 gated": Family("seq2seq", _t5(True)),
@@ -370,6 +375,10 @@ OTHERS: dict[str, Family] = {
         ("encoder_layers", "decoder_layers"),
     ),
 }
+
+
+for _name in ("XGLM", "Mixtral", "Qwen2-MoE"):
+    OTHERS[_name] = replace(OTHERS[_name], runs_in_float64=False)
 
 
 def build(name: str, attention: str, *, layers: int = 2, dtype: torch.dtype = torch.float32, hot_init: bool = True) -> nn.Module:

@@ -87,10 +87,10 @@ def _why_not(node: fx.Node, given: dict[str, Any]) -> str | None:
     for name in ("bias_k", "bias_v", "add_zero_attn", "use_separate_proj_weight", "static_k", "static_v", "training"):
         if given.get(name) not in (None, False):
             return f"{name} is given"
-    if given["need_weights"] is not False:
-        return "the attention weights are asked for"
     if any(user.target is not operator.getitem for user in node.users):
         return "its two results are read as one"
+    if not isinstance(given["need_weights"], bool) or any(user.args[1] != 0 and user.users for user in node.users):
+        return "the attention weights are asked for"
     return None
 
 
@@ -126,7 +126,7 @@ def _forward(given: dict[str, Any]) -> Any:
         (q,) = project(query, 0, 1)
         k, v = project(key, 1, 2) if given["same"] == "key and value" else (project(key, 1, 1)[0], project(value, 2, 1)[0])
     padding, mask, causal = given["key_padding_mask"], given["attn_mask"], bool(given["is_causal"])
-    if causal and padding is None:
+    if causal and padding is None and not given["need_weights"]:
         mask = None  # it is only a hint of what is_causal says
     else:
         causal = False
@@ -212,9 +212,8 @@ def _replace(node: fx.Node, given: dict[str, Any], apart: Callable[[dict[str, An
         each = each.next
     if apart is not _encoder_layer:  # a result and None
         for item in list(node.users):
-            if item.args[1] == 0:
-                item.replace_all_uses_with(result)
-                graph.erase_node(item)
+            item.replace_all_uses_with(result)  # of the other, nothing is used
+            graph.erase_node(item)
     else:
         node.replace_all_uses_with(result)
     if not node.users:
