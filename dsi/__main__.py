@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +56,16 @@ def explain(
     except DsiError as error:
         typer.echo(f"dsi: {error}", err=True)
         raise typer.Exit(1) from None
+    except Exception as error:
+        if model.suffix == ".py":
+            raise  # the file's own, or a bug: the trace says where
+        words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        typer.echo(
+            f"dsi: the model of {model} does not run on token ids alone ({words}); "
+            "write a Python file with a function example() that returns (model, args, kwargs)",
+            err=True,
+        )
+        raise typer.Exit(1) from None
 
 
 def _console() -> Any:
@@ -103,14 +114,22 @@ def _from_config(path: Path, batch: int, length: int) -> tuple[Any, tuple, dict[
     except ImportError as error:
         raise DsiError(f"a Hugging Face model needs transformers: pip install 'dsi[hf]' ({error})") from None
     config = transformers.AutoConfig.from_pretrained(path)
-    causal = type(config) in transformers.AutoModelForCausalLM._model_mapping and not getattr(config, "is_encoder_decoder", False)
-    family = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    both = getattr(config, "is_encoder_decoder", False)
+    causal = type(config) in transformers.AutoModelForCausalLM._model_mapping and not both
+    named = next((cls for name in config.architectures or () if (cls := getattr(transformers, name, None)) is not None), None)
     with torch.device("meta"):
-        model = family.from_config(config).eval()
+        if named is not None:
+            model = named._from_config(config)
+        else:
+            model = (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config(config)
         ids = torch.zeros((batch, length), dtype=torch.long)
-    named = {"input_ids": ids}
-    # A cache of nothing is a real tensor, which the meta device cannot join.
-    return model, (), {**named, "use_cache": False} if causal else named
+    given: dict[str, Any] = {"input_ids": ids}
+    if both:
+        given["decoder_input_ids"] = ids
+    if "use_cache" in inspect.signature(model.forward).parameters or causal or both:
+        # A cache of nothing is a real tensor, which the meta device cannot join.
+        given["use_cache"] = False
+    return model.eval(), (), given
 
 
 def main() -> None:

@@ -91,7 +91,7 @@ def custom_op(name: str, reference: Function, *, kernel: Function | None = None,
     library.define(f"{short}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(short, plain, "CompositeExplicitAutograd")
     if kernel is not None:
-        library.impl(short, kernel, "CUDA")
+        library.impl(short, _own_memory(kernel), "CUDA")
     torch.library.register_fake(name, _own_memory(fake) if fake is not None else plain, lib=library)
     operator = CustomOp(name, getattr(getattr(torch.ops, namespace), short).default, plain, kernel)
     CUSTOM[spelled] = operator

@@ -92,6 +92,14 @@ def _frame(layout: Layout, names: tuple[str, ...], count: int) -> str:
     right = max(b.x + b.width / 2 for b in boxes) + 8
     top = min(b.y - b.height / 2 for b in boxes) - 23
     bottom = max(b.y + b.height / 2 for b in boxes) + 10
+    if any(
+        left < b.x + b.width / 2 and b.x - b.width / 2 < right and top < b.y + b.height / 2 and b.y - b.height / 2 < bottom
+        for name, b in layout.boxes.items()
+        if name not in names
+    ):  # layers that run in between each other: a frame would take in strangers
+        return "".join(
+            f'<g class="frame"><text x="{b.x - b.width / 2:.1f}" y="{b.y - b.height / 2 - 4:.1f}">× {count}</text></g>' for b in boxes
+        )
     return (
         f'<g class="frame"><rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" rx="10"/>'
         f'<text x="{left + 8:.1f}" y="{top + 15:.1f}">× {count}</text></g>'

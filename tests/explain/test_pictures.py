@@ -10,6 +10,8 @@ from dsi.compiler.explain import Explanation
 from dsi.compiler.figures import figures_of, microseconds, percent, quantity, variants
 from dsi.compiler.page.fold import Repeat, repeats
 from dsi.compiler.page.layout import lay_out
+from dsi.compiler.page.model import Item, Picture
+from dsi.compiler.page.svg import draw
 from dsi.compiler.record import GraphRecord, Node
 from dsi.ir.context import Report
 from dsi.ir.errors import Refusal
@@ -81,6 +83,21 @@ def test_a_frame_holds_nothing_else():
     edges = [("in", "a"), ("a", "b"), ("in", "x"), ("x", "b"), ("b", "out"), ("a", "y"), ("y", "out")]
     boxes = lay_out(sizes, edges, [["a", "b"]]).boxes
     assert boxes["x"].y < boxes["a"].y and boxes["y"].y > boxes["b"].y
+
+
+def picture_of(edges, names, frame):
+    items = {
+        name: Item(name, "linear", (name,), tuple(a for a, b in edges if b == name), name, node(name, "dsi.linear.default"))
+        for name in names
+    }
+    return draw(Picture(items, [(tuple(frame), 5)]), "g0-", "a picture")
+
+
+def test_layers_that_run_in_between_each_other_have_no_frame():
+    """`m` must come before `b` and after `a`, whatever is drawn: each of the two says by itself how often it occurs."""
+    text = picture_of([("a", "m"), ("m", "b"), ("a", "b")], "amb", "ab")
+    assert text.count("× 5") == 2 and '<g class="frame"><rect' not in text
+    assert picture_of([("a", "b"), ("b", "m")], "abm", "ab").count('<g class="frame"><rect') == 1
 
 
 def test_a_circle_is_an_error():

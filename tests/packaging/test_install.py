@@ -83,6 +83,7 @@ def test_wheel_installs_and_torch_finds_the_backend(wheel, tmp_path):
 
 def test_wheel_holds_every_package_and_nothing_at_top_level_but_dsi(wheel):
     names = zipfile.ZipFile(wheel).namelist()
+    assert {f"dsi/compiler/page/page.{end}" for end in ("html.j2", "css", "js")} <= set(names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name.split("/")[0]} == {"dsi"}
     assert "dsi/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
