@@ -291,7 +291,16 @@ class Linear:
         coords = (t.K, window.n) if window.kn else (window.n, t.K)
         load = t.Load(window.weight, coords, tensor.dtype)
         policy = "evict_first" if self.one_block else ""
-        w = right.load(load, raw=not self.gemv, policy=policy).code
+        text = right.load(load, raw=not self.gemv, policy=policy)
+        w, axes = text.code, text.axes
+        # A weight that repeats one value along the contracted dimension is not 0 beyond its end, and the other operand need not be either.
+        k_axis = max(right.tile.bound[t.K].axes)
+        if k_axis in right.tile.masks and k_axis not in axes:
+            w, axes = f"tl.where({right.tile.masks[k_axis]}, {w}, 0.0)", axes | {k_axis}
+            if tensor.dtype != torch.float32 and not self.gemv:
+                w += f".to({triton_type(tensor.dtype)})"
+        if not self.gemv and axes != frozenset((0, 1)):
+            w = f"tl.broadcast_to({w}, [BLOCK_K, BLOCK_N])"
         if self.gemv:
             printer.block.line(f"{name} += {x} * {w}")
         else:

@@ -190,3 +190,24 @@ def test_rotary_tables(interpreter, symbolic):
 
     inputs = [torch.tensor(7), 10000.0 ** -(torch.arange(4) / 4), torch.zeros(1, S)]
     assert_kernel_computes(tables, inputs, interpreter, (S,) if symbolic else ())
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [(1, 1), (B, S), (4, 40)], ids=["one row", "few rows", "many rows"])
+@pytest.mark.parametrize("k", [24, 5])
+def test_linears_of_one_column(interpreter, dtype, rows, k):
+    """Scores of reward models and regressions."""
+    inputs = randoms(dtype, (*rows, k), (1, k), (1,))
+    assert_kernel_computes(lambda x, w, b: dsi.activation(dsi.linear(x, w, b), "silu"), inputs, interpreter, rows[:1])
+    assert_kernel_computes(lambda x, w: dsi.linear(x, w, kn=True), [inputs[0], inputs[1].t().contiguous()], interpreter, rows[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(1, 1), (B, S), (4, 40)], ids=["one row", "few rows", "many rows"])
+@pytest.mark.parametrize("kn", [False, True])
+@pytest.mark.parametrize("narrow", [(1, 11), (11, 1), (1, 1)])
+def test_operands_that_repeat_themselves(interpreter, dtype, rows, kn, narrow):
+    """Expanded along the contracted dimension or the other: their memory has a stride of 0, and what is beyond the end is not 0."""
+    x, once, w = randoms(dtype, (*rows, 11), (*rows, 1), narrow)
+    for each in (x, once.expand(*rows, 11)):
+        assert_kernel_computes(lambda x, w: dsi.linear(x, w, kn=kn) + 1, [each, w.expand(11, 11)], interpreter)
