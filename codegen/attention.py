@@ -138,14 +138,16 @@ class Attention:
         printer.expect([expr])
         text = printer.load(expr, raw=True, hint=hint) if isinstance(expr, t.Load) and bare else printer.value(expr, name=True)
         code = text.code
-        if not bare:
-            # Beyond its size a computed value need not be 0, and the padding takes part in the product.
-            masks = [mask for mask in printer.tile.masks.values() if mask.startswith(("d_in", "e_in", "j_in"))]
-            if masks:
-                code = f"tl.where({conjunction(masks)}, {code}, 0.0)"
-            if dtype != torch.float32:
-                code = f"{code}.to({triton_type(dtype)})"
-        if text.axes != frozenset((0, 1)):
+        axes = text.axes
+        # Beyond its size a computed value, or a load that repeats one value along the axis, need not be 0, and the padding takes part in
+        # the product.
+        beyond = [axis for axis, mask in printer.tile.masks.items() if mask.startswith(("d_in", "e_in", "j_in"))]
+        if padding := [axis for axis in beyond if not bare or axis not in axes]:
+            code = f"tl.where({conjunction([printer.tile.masks[axis] for axis in padding])}, {code}, 0.0)"
+            axes |= frozenset(padding)
+        if not bare and dtype != torch.float32:
+            code = f"{code}.to({triton_type(dtype)})"
+        if axes != frozenset((0, 1)):
             code = f"tl.broadcast_to({code}, {shape})"
         return printer.statement(code, frozenset((0, 1)), hint).code
 

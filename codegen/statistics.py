@@ -70,7 +70,8 @@ def row_statistics(
 
         def masked(printer: Printer, value: Text, always: bool = False, reduction: t.Reduction = reduction) -> str:
             mask = printer.tile.masks.get(axis)
-            if mask and (always or not isinstance(reduction.body, t.Load)):
+            # A load is 0 beyond the last element only where it runs along the axis: not where it repeats one value.
+            if mask and (always or not isinstance(reduction.body, t.Load) or axis not in value.axes):
                 return f"tl.where({mask}, {value.code}, 0.0)"
             return value.code if axis in value.axes else f"tl.broadcast_to({value.code}, {shape})"
 
