@@ -113,10 +113,11 @@ class IndexPrinter:
             return [], frozenset()
         wide = self.may_exceed(tensor)
         terms = []
-        for term in sorted(sympy.Add.make_args(total), key=self._place):
+        parts = sorted(sympy.Add.make_args(total), key=self._place)
+        for term in parts:
             _, top = interval(term, self.tile.limits)
             atoms = [a for a in sympy.Mul.make_args(term) if not a.is_number]
-            if wide and atoms and (top is None or top > INT32 // 4):
+            if wide and atoms and (top is None or top > INT32 // max(4, len(parts))):
                 chosen = next((a for a in atoms if self.axes_of(a)), atoms[0])
                 chosen = chosen if not chosen.is_Pow else chosen.base
                 if not (chosen.is_Symbol or isinstance(chosen, (Quotient, Remainder))):
