@@ -14,9 +14,11 @@ _UNREPEATABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_out
 def deduplicate(gm: fx.GraphModule) -> int:
     """Merges operators with the same target and arguments into the first of them; returns how many went.
 
-    An operator that writes, draws random numbers, or touches memory that the graph writes anywhere, stays.
+    An operator that writes, draws random numbers, touches memory that the graph writes anywhere, or makes memory that the graph returns,
+    stays: a caller may write to one of two equal results.
     """
     written = _written_storages(gm.graph)
+    returned = set().union(*(_storages(node) for node in gm.graph.output_node().all_input_nodes))
     first: dict[Any, fx.Node] = {}
     gone = 0
     for node in list(gm.graph.nodes):
@@ -24,6 +26,7 @@ def deduplicate(gm: fx.GraphModule) -> int:
             node.op != "call_function"
             or not _pure(node.target)
             or any(_storages(value) & written for value in (node, *node.all_input_nodes))
+            or _storages(node) & returned
         ):
             continue
         key = (node.target, _hashable(node.args), _hashable(node.kwargs))

@@ -72,3 +72,10 @@ def test_fresh_tensors_that_are_written_stay_apart():
 def test_random_numbers_are_drawn_as_often_as_before():
     gm = traced(lambda x: (torch.rand_like(x), torch.rand_like(x)), torch.randn(3))
     assert deduplicate(gm) == 0
+
+
+def test_results_that_a_caller_may_write_to_stay_apart():
+    gm = traced(lambda x: (x + 1.0, x + 1.0, (x * 2.0)[:2], (x * 2.0)[1:]), torch.randn(3))
+    deduplicate(gm)
+    results = gm(torch.randn(3))
+    assert len({result.untyped_storage().data_ptr() for result in results}) == 4
