@@ -19,7 +19,7 @@ from dsi.ir.region import Region
 from torch import fx
 
 from .expand import attribute_of, expansion, in_place_writes, region_of, write_in_place
-from .sizes import Environment, Sizes
+from .sizes import Environment, Sizes, expression
 
 Run = Callable[[list[Any], Environment], None]
 
@@ -244,12 +244,15 @@ def _region_step(region: Region, kernel: RegionKernel, reads: list[int], writes:
     in_place_writes(region)  # raises if what lowering allowed cannot be
     clones = cloned_inputs(region)
     makers: list[Callable[[Sequence[Any], Environment], torch.Tensor]] = []
+    back: list[tuple[int, int]] = []  # outputs that are copied to the input that they replace: a kernel's strides are its output's
     for number, node in enumerate(region.outputs):
-        value = node.meta["val"]
+        value, base = node.meta["val"], region.in_place.get(number, clones.get(number))
+        if number in region.in_place and _equal_strides(value, region.inputs[base].meta["val"]):
+            makers.append(_same(base))
+            continue
         if number in region.in_place:
-            makers.append(_same(region.in_place[number]))
-        else:
-            makers.append(_empty(sizes.compile(*value.shape), sizes.compile(*value.stride()), value, clones.get(number)))
+            back.append((number, base))
+        makers.append(_empty(sizes.compile(*value.shape), sizes.compile(*value.stride()), value, base))
     body = ReferenceKernel(region)
 
     def run(slots: list[Any], env: Environment) -> None:
@@ -259,10 +262,17 @@ def _region_step(region: Region, kernel: RegionKernel, reads: list[int], writes:
             body(inputs, outputs, env)
         else:
             kernel(inputs, outputs, env)
+        for number, base in back:
+            outputs[number] = inputs[base].copy_(outputs[number])
         for slot, output in zip(writes, outputs, strict=True):
             slots[slot] = output
 
     return run
+
+
+def _equal_strides(output: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a fake result lies in memory as the input that it may overwrite, which may be a part of a larger cache."""
+    return all(expression(a) == expression(b) for a, b in zip(output.stride(), base.stride(), strict=True))
 
 
 def _same(number: int) -> Callable[[Sequence[Any], Environment], torch.Tensor]:

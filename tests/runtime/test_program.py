@@ -78,6 +78,36 @@ def test_a_functional_write_starts_from_a_clone():
     assert torch.equal(out, torch.index_copy(kept, 1, torch.tensor([7]), new))
 
 
+def test_a_cache_with_gaps_is_written_where_it_lies():
+    """A cache may be a part of a larger one. A kernel stores at the strides that its specification states for the output, which has no
+    gaps.
+    """
+    outer = Outer()
+    nodes = [
+        outer.input("cache", torch.zeros(2, 15, 3)[:, :9]),
+        outer.input("pos", torch.tensor([4])),
+        outer.input("new", torch.zeros(2, 1, 3)),
+    ]
+    (written,) = outer.region("write", lambda c, p, n: (D.kv_write(c, p, n, dim=1),), *nodes, in_place={0: 0})
+    gm = outer.finish(written)
+    stated = outer.regions[0].outputs[0].meta["val"].stride()
+
+    class StoresByItsSpecification:
+        def __call__(self, inputs, outputs, sizes):
+            outputs[0].as_strided((2, 9, 3), stated).index_copy_(1, inputs[1], inputs[2])
+
+        def describe(self):
+            return "kv_write"
+
+    program = build(gm, outer.fakes, lambda region, values, sizes: StoresByItsSpecification())
+    whole, new = torch.randn(2, 15, 3), torch.randn(2, 1, 3)
+    expected = whole.clone()
+    expected[:, 7:8] = new
+    (out,) = program([cache := whole[:, :9], torch.tensor([7]), new])
+    assert out is cache
+    assert torch.equal(whole, expected)
+
+
 def test_values_are_freed_after_their_last_use():
     outer = Outer()
     x = outer.input("x", torch.randn(4))
