@@ -33,7 +33,7 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     """
     index = next((value.device.index for value in example_inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"), None)
     with timed(context, "kernels"), torch.cuda.device(index):
-        program = build(gm, example_inputs, generated_kernels(context, "cuda"))
+        program = build(gm, example_inputs, generated_kernels(context, torch.device("cuda", index)))
     if context.options.mode.startswith("max-autotune"):
         context.report.notes.append("nothing is tuned on the device yet: the kernels have the block sizes that the cost model ranks first")
     run: Boxed = program
@@ -41,6 +41,8 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
         context.report.notes.append(
             f"mode {context.options.mode!r}: every kernel is launched by itself; cuda_graphs=True records CUDA graphs"
         )
+    elif context.options.mode in GRAPHED_MODES and (reason := why_not_graphed(gm, example_inputs)):
+        context.report.notes.append(f"mode {context.options.mode!r}: every kernel is launched by itself: {reason}")
     elif context.options.mode in GRAPHED_MODES:
         run = GraphedProgram(program, example_inputs, static_input_indices(), written_inputs(gm), context)
 
@@ -61,17 +63,30 @@ def compile_interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any], conte
     return build(gm, example_inputs, generated_kernels(context, "cpu"))
 
 
-def generated_kernels(context: Context, device: str) -> Kernels:
+def why_not_graphed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """Why a CUDA graph of `gm` would go on using what it saw when it was recorded; "" where it would not."""
+    tensors = [(n.name, v.device) for n, v in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True) if _is_tensor(v)]
+    for name, device in tensors:
+        if device.type != "cuda":
+            return f"a CUDA graph keeps the value that {name}, which is on the {device.type}, has when it is recorded"
+    if len({device for _, device in tensors}) > 1:
+        return "a CUDA graph records one device, and its inputs are on several"
+    return ""
+
+
+def generated_kernels(context: Context, device: torch.device | str) -> Kernels:
     """What runs a region on tensors of `device`: its generated kernels, or None, with a refusal in the report, where it must run by
     references.
     """
     disk = DiskCache(device_name(context), context.options.cache)
+    here = torch.device(device)
 
     def kernels(region: Region, values: Sequence[Any], sizes: Sizes) -> RegionKernel | None:
         found: Any = kernels_for(region, context)
-        elsewhere = [f"{node} on {value.device}" for node, value in zip(region.inputs, values, strict=True) if _elsewhere(value, device)]
+        tensors = [*zip(region.inputs, values, strict=True), *((node, node.meta["val"]) for node in region.outputs)]
+        elsewhere = [f"{node} on {value.device}" for node, value in tensors if _is_tensor(value) and _place(value.device) != _place(here)]
         if not isinstance(found, Refusal) and elsewhere:
-            found = Refusal(f"runs by references: {', '.join(elsewhere)} cannot be read by a kernel", node=region.name)
+            found = Refusal(f"runs by references: {', '.join(elsewhere)} cannot be read by a kernel on {here}", node=region.name)
         if isinstance(found, Refusal):
             if found not in context.report.unfused:
                 context.report.unfused.append(found)
@@ -81,5 +96,9 @@ def generated_kernels(context: Context, device: str) -> Kernels:
     return kernels
 
 
-def _elsewhere(value: Any, device: str) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != device
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _place(device: torch.device) -> tuple[str, int]:
+    return device.type, device.index or 0

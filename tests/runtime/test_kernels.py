@@ -10,7 +10,7 @@ from dsi.codegen.kernel import Kernel, digest_of
 from dsi.ir.errors import Refusal, refuse
 from dsi.runtime import inductor_api
 from dsi.runtime.cpu import compile_cpu
-from dsi.runtime.cuda import generated_kernels
+from dsi.runtime.cuda import generated_kernels, why_not_graphed
 from dsi.runtime.kernels import KernelSet, kernels_for, print_kernels
 from dsi.runtime.launch import GeneratedKernel
 from dsi.runtime.program import build
@@ -112,6 +112,33 @@ def test_a_region_with_an_input_elsewhere_runs_by_references():
     build(gm, outer.fakes, generated_kernels(context, "cuda"))
     assert all("cannot be read by a kernel" in refusal.reason for refusal in context.report.unfused)
     assert len(context.report.unfused) == len(outer.regions)
+
+
+def test_a_region_on_another_gpu_runs_by_references():
+    outer = Outer()
+    nodes = [outer.input("x", torch.zeros(2, 16)), outer.input("w", torch.zeros(8, 16))]
+    outer.region("project", lambda x, w: (D.linear(x, w),), *nodes)
+    outer.plan()
+    (region,) = outer.regions
+    context = outer.context()
+    with outer.mode:
+        values = [torch.empty(2, 16, device="cuda:1"), torch.empty(8, 16, device="cuda:1")]
+        region.outputs[0].meta["val"] = torch.empty(2, 8, device="cuda:1")
+    assert generated_kernels(context, "cuda:0")(region, values, Sizes(())) is None
+    assert "arg0_1 on cuda:1" in context.report.unfused[0].reason and "on cuda:0" in context.report.unfused[0].reason
+    assert generated_kernels(context, "cuda:1")(region, values, Sizes(())) is not None
+
+
+def test_inputs_of_which_a_recorded_graph_would_keep_the_value():
+    outer, gm = decode_layer(layer_inputs(2, 1, 32, 5))
+    assert "x, which is on the cpu" in why_not_graphed(gm, outer.fakes)
+    with outer.mode:
+        fakes = [torch.empty(value.shape, device="cuda:0") for value in outer.fakes]
+        assert not why_not_graphed(gm, fakes)
+        fakes[3] = torch.empty((), device="cuda:1")
+        assert "on several" in why_not_graphed(gm, fakes)
+        fakes[3] = torch.empty(())
+    assert "pos, which is on the cpu" in why_not_graphed(gm, fakes)
 
 
 @pytest.fixture
