@@ -264,9 +264,12 @@ def _restore_constants(flat: fx.GraphModule, constants: Mapping[str, Tensor], fi
         flat.register_buffer(name, value, persistent=False)
         with flat.graph.inserting_before(placeholders[-1].next):
             attribute = flat.graph.get_attr(name)
-        attribute.meta.update(node.meta)
-        attribute.meta["provenance"] = Provenance("", name)
-        node.replace_all_uses_with(attribute)
+            # The one operator that Inductor lets read a real tensor where every other one is fake.
+            constant = flat.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (attribute,))
+        for each in (attribute, constant):
+            each.meta.update(node.meta)
+            each.meta["provenance"] = Provenance("", name)
+        node.replace_all_uses_with(constant)
         flat.graph.erase_node(node)
     if constants:
         flat.recompile()

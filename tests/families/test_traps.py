@@ -521,3 +521,18 @@ def test_negative_positions_count_from_the_end():
 def test_operators_with_several_results_are_reported():
     _, report = ran(lambda x: torch.topk(x * 2, 2), randn(3, 6))
     assert any("topk" in refusal.reason for refusal in report.unfused)
+
+
+def test_constants_of_the_graph_are_compiled():
+    """A tensor that the model makes of a literal (the index of a rolling cache) through the executor that users get."""
+    cache, new = randn(2, 3, 7, 4), randn(2, 3, 1, 4)
+
+    def write(cache: Tensor, new: Tensor) -> Tensor:
+        rolled = cache.roll(-1, 2)
+        rolled[:, :, torch.tensor([-1])] = new
+        return cache.copy_(rolled) * 2
+
+    compiled = torch.compile(write, backend="dsi")
+    expected = write(cache.clone(), new)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(cache, new), expected)
