@@ -245,6 +245,19 @@ def test_results_have_memory_of_their_own():
 
 
 @torch.no_grad()
+def test_on_a_cpu_the_reference_is_compiled_with_the_graph(monkeypatch):
+    from dsi.runtime import cpu
+
+    expanded = []
+    monkeypatch.setattr(cpu, "deduplicate", lambda gm: expanded.append(gm))
+    model, ids = peaknet.PeakNet(layers=1).eval(), torch.randint(0, 211, (2, 5))
+    compiled = torch.compile(model, backend="dsi", options={"rules": peaknet.RULES})
+    torch.testing.assert_close(compiled(ids), model(ids))
+    names = [str(node.target) for node in expanded[0].graph.nodes]
+    assert any("amax" in name for name in names) and not any("peak_norm" in name for name in names)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("executor", ["auto", "reference"])
 def test_an_own_operator_that_the_model_calls_itself(executor):
     name = f"users_tests::scaled_{executor}"
