@@ -142,6 +142,9 @@ def test_it_fits_the_width(page, browser, width):
     box = tab.value("(() => { const r = document.querySelector('.detail.shown').getBoundingClientRect(); return [r.left, r.right]; })()")
     assert box[0] >= 0 and box[1] <= width
     assert tab.value("document.querySelector('.picture').getBoundingClientRect().width") > 200
+    if width < 1000:  # the section is below the picture there
+        tab.click(".detail.shown .back")
+        assert tab.value("document.querySelector('.picture').getBoundingClientRect().top") < 800
 
 
 def test_a_page_of_a_graph_that_was_stepped_aside_from():
