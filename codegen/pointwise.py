@@ -32,7 +32,7 @@ FORMS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "le": ("{0} <= {1}", RELATION, (SUM, SUM)),
     "gt": ("{0} > {1}", RELATION, (SUM, SUM)),
     "ge": ("{0} >= {1}", RELATION, (SUM, SUM)),
-    "and": ("{0} & {1}", PRODUCT, (ATOM, ATOM)),
+    "and": ("{0} & {1}", RELATION, (ATOM, ATOM)),  # binds less than a sum
     "or": ("{0} | {1}", RELATION, (ATOM, ATOM)),
     "xor": ("{0} ^ {1}", RELATION, (ATOM, ATOM)),
     "where": ("tl.where({0}, {1}, {2})", ATOM, (RELATION, RELATION, RELATION)),

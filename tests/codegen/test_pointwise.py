@@ -113,3 +113,16 @@ def test_where_reads_only_the_branch_that_a_point_lies_in(interpreter):
     (line,) = (line for line in kernel.source.splitlines() if "tl.load(x_ptr" in line)
     assert "c >= 1" in line or "c[None, :] >= 1" in line, f"the load is not masked where it would lie before the tensor: {line}"
     check(case, interpreter)
+
+
+@pytest.mark.parametrize(
+    "outer, expected", [("mul", lambda both, z: both * z), ("add", lambda both, z: both + z), ("sub", lambda both, z: z - both)]
+)
+def test_bits_are_taken_before_arithmetic(interpreter, outer, expected):
+    x, y, z = (torch.randint(0, 99, (1, 8), generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    case = Case("bits", torch.float32)
+    a, b, c = (case.load(case.input(name, v.shape, v.dtype, values=v), R, C) for name, v in (("x", x), ("y", y), ("z", z)))
+    both = t.Op("and", (a, b), torch.int64)
+    value = t.Op(outer, (c, both) if outer == "sub" else (both, c), torch.int64)
+    out = case.output("out", x.shape, expected(x & y, z), dtype=torch.int64)
+    check(case.finish(t.RowPlan(sympy.Integer(1), sympy.Integer(8), (t.Store(out, (R, C), value, torch.int64),))), interpreter)
