@@ -137,7 +137,8 @@ def region_key(body: fx.GraphModule) -> str:
         if expr.is_Integer:
             return str(expr)
         for symbol in sorted(expr.free_symbols, key=str):
-            renamed.setdefault(symbol, sympy.Symbol(f"n{len(renamed)}", integer=True, positive=True))
+            # A number that may be negative does not share the kernel of one that may not: plans rely on signs.
+            renamed.setdefault(symbol, sympy.Symbol(f"n{len(renamed)}", integer=True, positive=symbol.is_positive))
         return sympy.srepr(expr.xreplace(renamed))
 
     def describe(value: Any) -> str:

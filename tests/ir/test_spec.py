@@ -9,6 +9,8 @@ import pytest
 import sympy
 import torch
 from dsi.ir.analysis import bind_sizes, kernel_spec, plan_region, region_key
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from .bodies import body_of, dsi
 
@@ -118,3 +120,19 @@ def test_sizes_are_expressions() -> None:
     body = body_of(lambda x: x.view(-1, 3) * 2, (torch.randn(5, 7, 3),), (5, 7))
     (out,) = kernel_spec("region_0", body, plan_region(body)).outputs
     assert isinstance(out.sizes[0], sympy.Mul) and out.strides == (3, 1)
+
+
+def test_a_number_that_may_be_negative_has_a_key_of_its_own() -> None:
+    def shifted(positive: bool | None) -> str:
+        env = ShapeEnv()
+        source = ConstantSource("n")
+        symbol = env.create_symbol(7, source, DimDynamic.DYNAMIC, None, positive=positive, do_not_specialize_zero_one=True)
+        graph = torch.fx.Graph()
+        n, x = graph.placeholder("n"), graph.placeholder("x")
+        n.meta["val"] = env.create_symintnode(symbol, hint=7, source=source)
+        total = graph.call_function(torch.ops.aten.add.Tensor, (x, n))
+        x.meta["val"] = total.meta["val"] = torch.empty(3, device="meta")
+        graph.output((total,))
+        return region_key(torch.fx.GraphModule({}, graph))
+
+    assert shifted(True) == shifted(True) != shifted(None)
