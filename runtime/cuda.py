@@ -31,7 +31,8 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
 
     A region for which no kernel can be generated runs member by member, by references; the report says why.
     """
-    index = next((value.device.index for value in example_inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"), None)
+    index = next((value.device.index for value in example_inputs if _is_tensor(value) and value.device.type == "cuda"), None)
+    index = torch.cuda.current_device() if index is None else index
     with timed(context, "kernels"), torch.cuda.device(index):
         program = build(gm, example_inputs, generated_kernels(context, torch.device("cuda", index)))
     if context.options.mode.startswith("max-autotune"):

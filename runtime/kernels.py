@@ -99,6 +99,8 @@ def _generate(region: Region, device: str) -> KernelSet | Refusal:
         variants = codegen.generate(spec, device=find_device(device))
     except Refused as refused:
         return refused.refusal
+    except NotImplementedError as error:  # an index expression that has no form in Triton
+        return Refusal(str(error))
     ordered = tuple(sorted(variants, key=lambda kernel: (kernel.max_rows is None, kernel.max_rows or 0)))
     rows = spec.plan.queries if hasattr(spec.plan, "queries") else spec.plan.rows
     return KernelSet(ordered, expression(rows), _origins(region))
