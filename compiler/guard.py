@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from dsi.ir.source import source_line
 from torch import fx
+from torch._guards import TracingContext
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 DEVICES = ("cpu", "cuda")
@@ -23,6 +25,8 @@ def why_aside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """A sentence that says why `gm` (Dynamo's graph) is to be run as it is, None where it may be compiled."""
     if torch._C._is_any_autocast_enabled():
         return "autocast is on"
+    if reason := _forward_mode():
+        return reason
     for value in example_inputs:
         if isinstance(value, torch.Tensor) and (is_traceable_wrapper_subclass(value) or type(value) not in _PLAIN):
             return f"an input is a tensor subclass ({type(value).__name__})"
@@ -34,6 +38,16 @@ def why_aside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor}
+
+
+def _forward_mode() -> str | None:
+    """Whether forward-mode derivatives are taken, which kernels do not carry. Dynamo is to ask before each call: it does not by itself."""
+    if TracingContext.try_get() is not None:
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import GlobalStateSource
+
+        install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    return "forward-mode derivatives are taken" if forward_ad._current_level >= 0 else None
 
 
 def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:

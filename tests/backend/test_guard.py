@@ -9,6 +9,7 @@ from dsi.compiler import observe
 from dsi.compiler.guard import is_random
 from dsi.compiler.observe import collecting
 from torch import nn
+from torch.autograd import forward_ad
 
 
 class Mlp(nn.Module):
@@ -205,6 +206,23 @@ def test_random_operators_draw_what_eager_draws(name):
         got = [compiled(x), compiled(x)]
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert_aside(contexts, "random")
+
+
+def test_forward_mode_derivatives_are_those_of_eager():
+    x, tangent, weight = torch.randn(3, 5), torch.randn(3, 5), torch.randn(5, 5)
+
+    def function(x):
+        return torch.tanh(F.linear(x, weight))
+
+    with torch.no_grad(), collecting() as contexts:
+        compiled = compile_with(function)
+        compiled(x)
+        assert_compiled(contexts, 1)
+        with forward_ad.dual_level():
+            got, wanted = (forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent))) for f in (compiled, function))
+    torch.testing.assert_close(got.tangent, wanted.tangent)
+    torch.testing.assert_close(got.primal, wanted.primal)
+    assert any("derivatives" in note for note in notes(contexts))
 
 
 NOT_RANDOM = {
