@@ -72,15 +72,22 @@ class Match:
 
     def shape(self, name: str) -> tuple[Any, ...]:
         """The sizes of a tensor parameter or named value; SymInts where they are symbolic."""
-        return tuple(self.value(name).shape)
+        return tuple(self._tensor(name).shape)
 
     def rank(self, name: str) -> int:
         """The number of dimensions of a tensor parameter or named value."""
-        return self.value(name).dim()
+        return self._tensor(name).dim()
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor parameter or named value."""
-        return self.value(name).dtype
+        return self._tensor(name).dtype
+
+    def _tensor(self, name: str) -> Any:
+        value = self.value(name)
+        # A rule that asks the shape of a number has found one where it means a tensor; None is a mistake of the rule's own.
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise refuse(f"{name} is {value!r}, which is no tensor", rule=self._compiled.name)
+        return value
 
     def size(self, name: str) -> Any:
         """The size that a name of the rule's `dims` stands for."""

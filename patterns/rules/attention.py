@@ -7,12 +7,16 @@ every score.
 Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), Gemma 2 (cap).
 """
 
+import math
+
 import torch
 from dsi.patterns.rule import Rule
 from dsi.patterns.rules.cast_chain import widens
 
 # A number below this, in place of a score, leaves of a score that is added to it nothing: fp32 has 24 bits.
 _DROWNS = -1e30
+# The bias that stands for a choice is fp32.
+_LOWEST = torch.finfo(torch.float32).min
 
 
 class Attention(Rule):
@@ -143,6 +147,7 @@ class Attention(Rule):
                 m.broadcasts(m.shape("keep"), scores), f"the choice {list(m.shape('keep'))} does not surely broadcast to {list(scores)}"
             )
             m.require(m.is_number("fill") and m.fill <= _DROWNS, f"a score is replaced by {m.fill}, which a sum with the score is not")
+            m.require(m.fill >= _LOWEST or m.fill == -math.inf, f"a score is replaced by {m.fill}, which fp32 has not")
         if m.present("alibi"):
             m.require(not m.present("keep"), "there is a bias and a choice")
             m.require(m.beta == 1, f"the bias counts {m.beta} times")

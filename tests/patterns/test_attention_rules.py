@@ -140,6 +140,12 @@ NEGATIVE = {
         lambda q, k, v: (q @ k.mT).masked_fill(q.sum(-1, keepdim=True) > 0, -5.0).softmax(-1) @ v,
         SQUARE,
     ),
+    "a number added": (lambda q, k, v: (q @ k.mT + 1.5).softmax(-1) @ v, SQUARE),
+    "two numbers added": (lambda q, k, v: (q @ k.mT + 1.5 + 2.5).softmax(-1) @ v, SQUARE),
+    "a choice of a number that fp32 has not": (
+        lambda q, k, v: (q @ k.mT).masked_fill(q.sum(-1, keepdim=True) > 0, -1e300).softmax(-1) @ v,
+        tuple(t.double() for t in SQUARE),
+    ),
     "rank 3": (lambda q, k, v: attend(q, k, v), tuple(t[0] for t in SQUARE)),
     "the weights are returned": (lambda q, k, v: (lambda w: (w @ v, w))((q @ k.mT * 0.5).softmax(-1)), SQUARE),
 }
