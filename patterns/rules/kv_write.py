@@ -28,6 +28,8 @@ class KvWrite(Rule):
         m.require(isinstance(dim, int), "the dimension written to is computed in the graph")
         m.require(m.rank("cache") > dim, f"the cache has {m.rank('cache')} dimensions")
         m.require(m.dtype("pos") == torch.int64, f"the positions are {m.dtype('pos')}")
+        places = {m.value(name).device for name in ("cache", "pos", "new")}
+        m.require(len(places) == 1, f"cache, positions and what is written are on {', '.join(sorted(map(str, places)))}")
         m.require(m.dtype("new") == m.dtype("cache"), f"{m.dtype('new')} is written to a cache of {m.dtype('cache')}")
         expected = [*m.shape("cache")]
         expected[dim] = m.shape("pos")[0]

@@ -41,6 +41,10 @@ class LayerNormSpelled(Rule):
         m.require(m.output().dtype == m.dtype("x"), f"the result is {m.output().dtype}, x is {m.dtype('x')}")
         for name in ("weight", "bias"):
             m.require(not m.present(name) or m.dtype(name) == m.dtype("x"), f"x is {m.dtype('x')} and the {name} is not")
+        weight = m.cast("wide weight")
+        m.require(
+            weight is None or widens(m.dtype("weight"), weight), f"the weight is cast to {weight}, which rounds values of {m.dtype('x')}"
+        )
         m.require(not m.present("bias") or m.rank("weight") == 1, "a weight of several dimensions has a bias")
         m.require(not m.present("weight") or m.same(m.shape("scaled"), m.shape("x")), "the weight broadcasts x")
 

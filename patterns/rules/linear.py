@@ -104,5 +104,7 @@ def check_linear(m, bias):
     m.require(m.rank("w") == 2, f"the weight has rank {m.rank('w')}")
     m.require(m.dtype("x").is_floating_point, f"x is {m.dtype('x')}")
     m.require(m.dtype("w") == m.dtype("x"), f"x is {m.dtype('x')} and the weight {m.dtype('w')}")
+    inner, stored = m.shape("rows" if bias else "x")[-1], m.shape("w")[0 if m.tag("stored") == "kn" else 1]
+    m.require(m.same(inner, stored), f"the rows have {inner} channels and the weight {stored}: it is repeated along them")
     if bias and m.present("bias"):
         m.require(m.dtype("bias") == m.dtype("x"), f"x is {m.dtype('x')} and the bias {m.dtype('bias')}")

@@ -39,6 +39,7 @@ class RmsNorm(Rule):
         m.require(x.is_floating_point, f"x is {x}")
         m.require(m.output().dtype == x, f"the result is {m.output().dtype}, x is {x}")
         m.require(m.offset is None or m.is_number("offset"), f"the offset {m.offset} of the weight is no literal")
+        m.require(m.cast("early") in (None, x), f"the normalised value is rounded to {m.cast('early')}, x is {x}")
         if m.tag("root") != "rsqrt":
             m.require(m.dtype("plain") == torch.float32, "a root that is not rsqrt rounds elsewhere than the operator, in half precision")
         if m.present("weight") and cast_mode(m) != "after":

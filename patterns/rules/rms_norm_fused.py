@@ -1,8 +1,9 @@
 """rms_norm(x, [D], weight, eps), _fused_rms_norm(...)[0]   ->   dsi.rms_norm
 
-torch computes in fp32, multiplies there and rounds once. Seen in: models on `torch.nn.RMSNorm`.
+torch computes half precision in fp32, multiplies there and rounds once; fp64 stays fp64. Seen in: models on `torch.nn.RMSNorm`.
 """
 
+import torch
 from dsi.patterns.rule import Rule
 
 
@@ -26,7 +27,7 @@ class RmsNormFused(Rule):
         m.require(not m.present("weight") or m.dtype("weight") == m.dtype("x"), f"x is {m.dtype('x')} and the weight is not")
 
     def rewrite(self, dsi, m):
-        return dsi.rms_norm(m.x, m.weight, eps=m.eps, cast="after")
+        return dsi.rms_norm(m.x, m.weight, eps=m.eps, cast="none" if m.dtype("x") == torch.float64 else "after")
 
     def sample(self, s):
         return {**s.defaults(), "normalised": [s.size("D")]}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import aten_graphs
 import pytest
+import rule_graphs
 import torch
 import torch.nn.functional as F
 from dsi.ir.spec import check_graph, output_aliases
@@ -94,6 +96,22 @@ def test_torchs_own_rms_norm(dtype):
     assert aten_graphs.targets(gm) == ["dsi.rms_norm.default"]
 
 
+@pytest.mark.parametrize("overload", [torch.ops.aten.rms_norm.default, torch.ops.aten._fused_rms_norm.default])
+def test_torchs_own_rms_norm_of_fp64_is_not_rounded(overload):
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    norm = graph.call_function(overload, (x, [10], w, 1e-6))
+    graph.output(norm if overload is torch.ops.aten.rms_norm.default else graph.call_function(operator.getitem, (norm, 0)))
+    args = (X.double(), W.double())
+    gm, context = rule_graphs.faked(graph, *args)
+    recognise(gm, context)
+    assert aten_graphs.targets(gm) == ["dsi.rms_norm.default"]
+    torch.testing.assert_close(gm(*args), F.rms_norm(args[0], (10,), args[1], 1e-6), rtol=1e-13, atol=1e-13)
+
+
+case("rms of fp32: rounding to half before the weight stays", {"rms_norm": 1}, X, W)(lambda x, w: rms(x, 1.0).to(BF) * w)
+
+
 def test_rms_cast_modes_are_told_apart():
     x, w = X.to(BF), W.to(BF)
     modes = {}
@@ -151,6 +169,9 @@ case("not linear: alpha", {"linear": 0}, X[0], V2, B7)(lambda x, w, b: torch.add
 case("not linear: beta", {"linear": 0}, X[0], V2, B7)(lambda x, w, b: torch.addmm(b, x, w, beta=0.5))
 case("not linear: bias a row", {"linear": 0}, X[0], V2, randn(3, 1))(lambda x, w, b: torch.addmm(b, x, w))
 case("not linear: integers", {"linear": 0}, torch.arange(6).view(2, 3), torch.arange(12).view(3, 4))(lambda x, w: x @ w)
+case("not linear: one row of weights repeated along K", {"linear_batched": 0}, X, randn(1, 7))(
+    lambda x, w: torch.bmm(x, w.expand(2, 10, 7))
+)
 case("not linear: a batch of weights", {"linear_batched": 0}, X, randn(2, 10, 7))(lambda x, w: x @ w)
 
 
@@ -179,6 +200,12 @@ def test_a_norm_that_fp64_is_rounded_for_stays_in_fp32():
     x = 1 + 1e-8 * X.double()  # all the same in fp32
     gm, _ = stages(lambda x: spelled_without_weight(x.float()).double(), x)
     assert not gm(x).any()
+
+
+def test_a_weight_of_fp64_that_is_rounded_to_fp32_stays_so():
+    args = (X.double(), W.double() / 3, B10.double())
+    gm, _ = stages(lambda x, w, b: spelled(x, w.float(), b), *args)
+    torch.testing.assert_close(gm(*args), spelled(args[0], args[1].float(), args[2]), rtol=1e-12, atol=1e-12)
 
 
 def spelled_without_weight(x):
@@ -327,6 +354,17 @@ case("not kv write: two index tensors", {"kv_write": 0}, CACHE, POS, randn(2, 3,
 )
 case("not kv write: a matrix of positions", {"kv_write": 0}, CACHE, torch.tensor([[4, 1]]), randn(2, 3, 1, 2, 4))(put)
 case("not kv write: a bool mask", {"kv_write": 0}, CACHE, torch.arange(7) > 4, NEW)(put)
+
+
+def test_positions_on_another_device_are_left_to_indexing():
+    graph = torch.fx.Graph()
+    cache, pos, new = (graph.placeholder(name) for name in ("cache", "pos", "new"))
+    graph.output(graph.call_function(torch.ops.aten.index_put.default, (cache, [None, None, pos], new)))
+    gm, context = rule_graphs.faked(graph, CACHE.to("meta"), POS, NEW.to("meta"))
+    recognise(gm, context)
+    assert aten_graphs.targets(gm) == ["aten.index_put.default"]
+
+
 case("embedding", {"embedding": 1}, randn(9, 4), torch.tensor([[3, 8], [0, 1]]))(lambda t, i: F.embedding(i, t, padding_idx=0))
 
 
