@@ -292,13 +292,17 @@ def _gemv_candidates(plan: t.LinearPlan, rows: int) -> Iterator[Choice]:
     windows = accumulators(plan)
     inner = power_of_two(typical(plan.inner))
     line = LINE_BYTES // plan.x_dtype.itemsize
+    found = False
     for warps, sums in (GEMV_SUMS_32 if plan.x_dtype.itemsize == 4 else GEMV_SUMS).items():
         for block_n in (4, 8, 16, 32, 64, 128, 256):
             if block_n < group or (block_n > group and block_n > 32):
                 continue
             block_k = min(power_of_two(sums // (height * block_n * windows)), inner, 1024)
             if block_k >= min(line, inner) or block_n == group:
+                found = True
                 yield Choice("gemv", rows, height, block_n, max(block_k, 8), _statistics_block(plan, height, warps), warps, 1)
+    if not found:  # a group wider than any block, or more sums side by side than a program should hold
+        yield Choice("gemv", rows, height, max(group, 4), 8, _statistics_block(plan, height, 8), 8, 1)
 
 
 def _tiled_candidates(plan: t.LinearPlan, rows: int | None) -> Iterator[Choice]:
