@@ -217,7 +217,7 @@ def _pad(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     if all(pull.space.within(c, n) for c, n in zip(moved, sizes, strict=True)):
         return pull.at(source, moved)
     # Unwrapped where that is safe, so that the source is read at one set of coordinates.
-    value = pull.selected(source, moved)
+    value = pull.selected(source, tuple(moved))
     if value is None:
         value = pull.at(source, [pull.wrap(c, n) for c, n in zip(moved, sizes, strict=True)])
     value = pull.cast(value, dtype)

@@ -211,3 +211,31 @@ def test_operands_that_repeat_themselves(interpreter, dtype, rows, kn, narrow):
     x, once, w = randoms(dtype, (*rows, 11), (*rows, 1), narrow)
     for each in (x, once.expand(*rows, 11)):
         assert_kernel_computes(lambda x, w: dsi.linear(x, w, kn=kn) + 1, [each, w.expand(11, 11)], interpreter)
+
+
+@SYMBOLIC
+def test_padded_mask(interpreter, symbolic):
+    """A mask made as long as the cache, cut and padded on other sides."""
+
+    def padded(mask, x):
+        wide = torch.ops.aten.constant_pad_nd(mask, [0, 4], 0)
+        return wide > 0, torch.ops.aten.constant_pad_nd(x, [2, -1, -1, 3], 1.5) * 2
+
+    inputs = [torch.randint(2, (B, S)), *randoms(torch.float32, (4, 7))]
+    mask, x = (padded(*inputs)[i] for i in (0, 1))
+    assert mask.shape == (B, S + 4) and x.shape == (6, 8)
+    assert_kernel_computes(
+        lambda mask: torch.ops.aten.constant_pad_nd(mask, [0, 4], 0) > 0, inputs[:1], interpreter, (B, S) if symbolic else ()
+    )
+    assert_kernel_computes(lambda x: torch.ops.aten.constant_pad_nd(x, [2, -1, -1, 3], 1.5) * 2, inputs[1:], interpreter)
+
+
+def test_positions_that_count_from_the_end(interpreter):
+    """A window's cache rolls, and its last entry is written."""
+
+    def write(cache, new, pos):
+        place = torch.where(pos < 0, pos + cache.shape[2], pos)
+        return dsi.kv_write(cache, place, new * 2, dim=2)
+
+    inputs = [*randoms(torch.float32, (2, 3, 7, 4), (2, 3, 1, 4)), torch.tensor([-1])]
+    assert_kernel_computes(write, inputs, interpreter)
