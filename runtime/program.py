@@ -246,12 +246,13 @@ def _region_step(region: Region, kernel: RegionKernel, reads: list[int], writes:
     makers: list[Callable[[Sequence[Any], Environment], torch.Tensor]] = []
     back: list[tuple[int, int]] = []  # outputs that are copied to the input that they replace: a kernel's strides are its output's
     for number, node in enumerate(region.outputs):
-        value, base = node.meta["val"], region.in_place.get(number, clones.get(number))
-        if number in region.in_place and _equal_strides(value, region.inputs[base].meta["val"]):
-            makers.append(_same(base))
+        value, overwritten = node.meta["val"], region.in_place.get(number)
+        if overwritten is not None and _equal_strides(value, region.inputs[overwritten].meta["val"]):
+            makers.append(_same(overwritten))
             continue
-        if number in region.in_place:
-            back.append((number, base))
+        if overwritten is not None:
+            back.append((number, overwritten))
+        base = clones.get(number, overwritten)
         makers.append(_empty(sizes.compile(*value.shape), sizes.compile(*value.stride()), value, base))
     body = ReferenceKernel(region)
 
