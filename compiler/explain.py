@@ -114,6 +114,9 @@ def _counted(refusals: list[Refusal]) -> list[str]:
     return [str(group[0]) + (f", and {len(group) - 1} more like it" if len(group) > 1 else "") for group in groups.values()]
 
 
+UNLIMITED = 1 << 20  # compilations of one function
+
+
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
     """Compile `model` for one call with `args` and `kwargs`, without gradients, and say what dsi did.
 
@@ -136,7 +139,9 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
 
     # A backend of its own makes Dynamo compile again, whatever it has compiled with another.
     compiled = torch.compile(model, backend=backend)
-    with torch.no_grad(), collecting() as contexts, recording() as records:
+    # Dynamo counts compilations a function, whatever the model: past its limit it would run eager, and there would be nothing to explain.
+    unlimited = torch._dynamo.config.patch(recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED)
+    with unlimited, torch.no_grad(), collecting() as contexts, recording() as records:
         compiled(*args, **kwargs)
     for context in contexts:
         print_kernels(context)

@@ -79,6 +79,22 @@ def test_explain_leaves_what_was_compiled_before():
         assert len(contexts) == count
 
 
+def test_explain_of_more_models_than_dynamo_recompiles_for():
+    """One forward function, many kinds of models: Dynamo would stop compiling it at its limit, and the last explanations would be empty."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.inner = nn.Linear(width, width)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    for width in range(1, torch._dynamo.config.recompile_limit + 4):
+        report = dsi.explain(Wrapped(width).eval(), torch.randn(3, width), options={"executor": "reference"})
+        assert report.hits["lift.linear"] == 1, f"model number {width}"
+
+
 def test_explain_of_nothing_compiled():
     assert "0 graphs, 0 regions" in str(dsi.explain(lambda: 3))
 
