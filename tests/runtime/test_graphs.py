@@ -117,10 +117,12 @@ def test_a_cache_is_used_where_it_lies_though_nobody_marked_it_static():
 
 def test_sizes_are_part_of_the_key():
     call, run, recorder = graphed(layer_inputs(3, 7, 29, 11), dynamic=(3, 7))
-    for _ in range(2):
-        for batch, length, position in [(3, 7, 11), (5, 2, 0), (2, 11, 18)]:
-            check(call, layer_inputs(batch, length, 29, position, seed=batch))
-    assert recorder.recorded == 0  # fresh caches in every call: no address comes again
+    fresh = [
+        layer_inputs(*sizes, 29, position, seed=turn) for turn in range(2) for *sizes, position in [(3, 7, 11), (5, 2, 0), (2, 11, 18)]
+    ]
+    for tensors in fresh:
+        check(call, tensors)
+    assert recorder.recorded == 0  # caches of their own in every call, all alive: no address comes again
     kept = [layer_inputs(batch, length, 29, position) for batch, length, position in [(3, 7, 11), (5, 2, 0)]]
     for _ in range(3):
         for tensors in kept:
