@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,31 @@ LIBRARY = {
 VENDOR_PREFIX = re.compile(r"^(void |nvjet|sm\d\d_|ampere_|cutlass|cublas|cudnn|fmha|flash|gemv|splitk)", re.IGNORECASE)
 
 
-def cuda_kernels(call: Callable[[], Any]) -> list[str]:
-    """The names of the kernels that one call of `call` runs, in order of their start. Copies and fills by the driver are not kernels."""
+def traced(call: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The events of torch.profiler's trace of one call of `call`, CUDA's included."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of cycles, of which there is one
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            call()
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return [event["name"] for event in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])]
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def kernel_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The kernels among the events of a trace, in order of their start. Copies and fills by the driver are not kernels."""
+    return sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+
+
+def cuda_kernels(call: Callable[[], Any]) -> list[str]:
+    """The names of the kernels that one call of `call` runs, in order of their start."""
+    return [event["name"] for event in kernel_events(traced(call))]
 
 
 def is_generated(name: str) -> bool:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from bench.kernels import kernel_events, traced
 
 Call = Callable[[], Any]
 QUEUE = 900  # launches that the driver takes before a launch waits for the device (1,024, less some for the harness's own)
@@ -239,20 +237,8 @@ def profile(call: Call) -> Profile:
     found = Profile()
     if not torch.cuda.is_available():
         return found
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
-
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of cycles, of which there is one
-        with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            call()
-            torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    for event in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"]):
+    events = traced(call)
+    for event in kernel_events(events):
         count, time_us = found.kernels.get(event["name"], (0, 0.0))
         found.kernels[event["name"]] = (count + 1, time_us + event["dur"])
     found.graphs = sum(str(e.get("name", "")).startswith("cudaGraphLaunch") for e in events)

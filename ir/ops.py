@@ -191,6 +191,23 @@ def visible(s: int, length: int, causal: bool, window: int, device: torch.device
     return seen
 
 
+def attention_weights(scores: Tensor, mask: Tensor | None, bias: Tensor | None, *, causal: bool, window: int, softcap: float) -> Tensor:
+    """The weights [B, H, S, L] that `attention` gives to the keys, from scaled scores of that shape. A row that sees no key is 0."""
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    seen = visible(scores.shape[2], scores.shape[3], causal, window, scores.device)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    top = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
+    total = weights.sum(-1, keepdim=True)
+    return weights / total.masked_fill(total == 0, 1.0)
+
+
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -215,19 +232,8 @@ def attention_reference(
     wide = torch.promote_types(q.dtype, torch.float32)
     qg = q.reshape(b, hkv, h // hkv, s, d).to(wide)
     scores = (qg @ k[:, :, None].to(wide).transpose(-1, -2)).reshape(b, h, s, k.shape[2]) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = scores + bias
-    seen = visible(s, k.shape[2], causal, window, q.device)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    top = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
-    total = weights.sum(-1, keepdim=True)
-    weights = (weights / total.masked_fill(total == 0, 1.0)).reshape(b, hkv, h // hkv, s, k.shape[2])
+    weights = attention_weights(scores, mask, bias, causal=causal, window=window, softcap=softcap)
+    weights = weights.reshape(b, hkv, h // hkv, s, k.shape[2])
     return (weights @ v[:, :, None].to(wide)).reshape(b, h, s, v.shape[3]).to(q.dtype).contiguous()
 
 

@@ -54,19 +54,8 @@ def _grouped_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     folded = q.reshape(b, hkv, h // hkv * s, d).to(wide)
     scores = (folded @ k.to(wide).transpose(-1, -2)).reshape(b, h, s, length) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = scores + bias
-    seen = ops.visible(s, length, causal, window, q.device)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    top = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
-    total = weights.sum(-1, keepdim=True)
-    weights = (weights / total.masked_fill(total == 0, 1.0)).reshape(b, hkv, h // hkv * s, length)
+    weights = ops.attention_weights(scores, mask, bias, causal=causal, window=window, softcap=softcap)
+    weights = weights.reshape(b, hkv, h // hkv * s, length)
     return (weights @ v.to(wide)).reshape(b, h, s, v.shape[3]).to(q.dtype).contiguous()
 
 
