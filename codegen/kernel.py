@@ -75,6 +75,10 @@ class Choice:
 
     `block_m` rows and `block_n` columns (attention: keys) a program, `block_k` inner elements a step, `block_s` columns a step of a pass
     for row statistics. All are powers of two. Where columns are held in groups, `block_n` counts them after padding to a power of two.
+
+    `split` programs share the contracted dimension (attention: the keys) of one block, and the last to arrive finishes it. `prefetch`
+    bytes of each row of a weight are asked for before the kernel waits for the one before it (0: none). `digits` int8 digits stand for
+    an activation where the weights are int8 (0: the weights are converted instead).
     """
 
     schedule: str
@@ -85,3 +89,6 @@ class Choice:
     block_s: int = 1
     num_warps: int = 4
     num_stages: int = 1
+    split: int = 1
+    prefetch: int = 0
+    digits: int = 0

@@ -136,12 +136,27 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """The scales of a quantised weight: element (n, k) of the weight is its int8 times `input[coords]`, an fp32 or fp16 tensor.
+
+    `coords` are expressions in c and k; `group` consecutive elements of k, from a multiple of it on, share one scale (0: all of a row do,
+    so that it can be applied to the finished sum).
+    """
+
+    input: int
+    coords: tuple[sympy.Expr, ...]
+    group: int = 0
+
+
+@dataclass(frozen=True)
 class WeightWindow:
-    """One accumulator of a segment: column c contracts with row `n(c)` of weight input `weight` (stored [N, K], or [K, N] if `kn`)."""
+    """One accumulator of a segment: column c contracts with row `n(c)` of weight input `weight` (stored [N, K], or [K, N] if `kn`), which
+    holds int8 where there is a `scale`."""
 
     weight: int
     n: sympy.Expr
     kn: bool = False
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True)
