@@ -16,8 +16,10 @@ import torch
 from dsi.ir.tolerances import TOLERANCES
 from dsi.passes.recognise import RULES
 
-from bench.families import CACHES, PADDINGS, Case, Outcome, decodes, run, spoken
-from bench.family_models import FAMILIES
+from bench.families.axes import CACHES, PADDINGS, Case
+from bench.families.harness import decodes, run, spoken
+from bench.families.listed import FAMILIES
+from bench.families.trial import Outcome
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

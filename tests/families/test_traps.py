@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from dsi.ir.tolerances import TOLERANCES, error_against
 from torch import Tensor, nn
 
-from bench.families import Case, compiled_and_reports, run
-from bench.family_models import FAMILIES, WINDOW, build
+from bench.families.axes import Case
+from bench.families.family import WINDOW
+from bench.families.harness import build, run
+from bench.families.listed import FAMILIES
+from bench.families.trial import compiled_and_reports
 
 B, H, S, L, D = 2, 6, 5, 7, 8
 
