@@ -10,7 +10,7 @@ import torch
 from dsi.ir.errors import refuse
 from dsi.ir.tile import KernelSpec, Tensor
 
-from .kernel import Argument
+from .kernel import Argument, Workspace
 from .pointwise import HELPERS
 
 TRITON_TYPES = {
@@ -98,8 +98,10 @@ class Builder:
         self.inputs: dict[int, str] = {}
         self.outputs: dict[int, str] = {}
         self.body = Block()
-        self.names = Names(tuple(HELPERS))
-        self.constants: dict[str, int] = {}
+        self.names = Names((*HELPERS, "PDL", "gdc_wait", "gdc_launch_dependents"))
+        self.constants: dict[str, int | bool] = {}
+        self.workspaces: list[Workspace] = []
+        self._workspace_names: list[str] = []
         self.helpers: dict[str, str] = {}
         symbols = {name for name, _ in spec.scalars}
         for tensor in (*spec.inputs, *spec.outputs):
@@ -130,9 +132,31 @@ class Builder:
         return self.sizes.setdefault(symbol, self._size_names[str(symbol)])
 
     def constant(self, name: str, value: int) -> str:
-        """A block size, given at launch as a constexpr. Names are few and fixed: BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_S."""
+        """A block size, given at launch as a constexpr. Names are few and fixed: BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_S, SPLIT."""
         self.constants[name] = value
         return name
+
+    def start(self, block: Block) -> None:
+        """Opens the kernel: the next one may take its place on the device from here on, and wait there (see `wait`).
+
+        Programmatic dependent launch: a kernel starts while the one before it still runs, reads what that one cannot have written (the
+        constants of the specification), and waits for its end before it reads or stores anything else. PDL is a constexpr: off where the
+        device or the interpreter has no such launch.
+        """
+        self.constants["PDL"] = True
+        block.line("if PDL:")
+        block.line("    gdc_launch_dependents()")
+
+    def wait(self, block: Block) -> None:
+        """Waits for the kernels before this one. Everything after it may read what they wrote."""
+        block.line("if PDL:")
+        block.line("    gdc_wait()")
+
+    def workspace(self, hint: str, size: sympy.Expr, dtype: str, zeroed: bool = False) -> str:
+        """The pointer of scratch memory that the runtime owns, entered in the signature."""
+        self.workspaces.append(Workspace(sympy.sympify(size), dtype, zeroed))
+        self._workspace_names.append(self.names.new(f"{hint}_ptr"))
+        return self._workspace_names[-1]
 
     def use(self, helper: str) -> None:
         """Enters a helper function of `pointwise.HELPERS`, after those that it calls."""
@@ -149,9 +173,11 @@ class Builder:
         arguments = (
             *(Argument("input", number) for number, _ in inputs),
             *(Argument("output", number) for number, _ in outputs),
+            *(Argument("workspace", number) for number in range(len(self.workspaces))),
             *(Argument("size", expr=symbol) for symbol, _ in sizes),
         )
-        return arguments, [name for _, name in (*inputs, *outputs, *sizes)]
+        names = [name for _, name in (*inputs, *outputs)] + self._workspace_names + [name for _, name in sizes]
+        return arguments, names
 
     def function(self, name: str) -> str:
         """The finished kernel function."""

@@ -19,7 +19,7 @@ from .pointwise import HELPERS
 from .row import Row
 
 # Module-level names of a kernel's file.
-RESERVED = {*keyword.kwlist, *HELPERS, "tl", "triton"}
+RESERVED = {*keyword.kwlist, *HELPERS, "tl", "triton", "gdc_launch_dependents", "gdc_wait"}
 REGISTERS = 65536  # of one processor, every architecture since Kepler
 Write = Callable[[t.KernelSpec, Choice], tuple[Builder, tuple[sympy.Expr, ...]]]
 
@@ -44,15 +44,19 @@ def _kernel(spec: t.KernelSpec, choice: Choice, device: Device) -> Kernel:
     arguments, _ = builder.arguments()
     # Without a stated limit ptxas may spill a few registers to fit one more block on a processor.
     options = {"enable_fp_fusion": True, "maxnreg": min(255, REGISTERS // (32 * choice.num_warps))}
-    launch = Launch(entry, arguments, dict(builder.constants), grid, choice.num_warps, choice.num_stages, options)
+    constants, imports = dict(builder.constants), "import triton\nimport triton.language as tl\n"
+    if "PDL" in constants:
+        constants["PDL"] = options["launch_pdl"] = device.capability >= 90
+        imports += "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
+    launch = Launch(entry, arguments, constants, grid, choice.num_warps, choice.num_stages, options)
     parts = [
         header(spec, choice, builder, device),
-        "import triton\nimport triton.language as tl\n",
+        imports,
         *builder.helpers.values(),
         builder.function(entry),
     ]
     source = "\n\n".join(part if part.endswith("\n") else part + "\n" for part in (parts[0] + "\n" + parts[1], *parts[2:]))
-    return Kernel(spec.name, source, digest_of(source), (launch,), choice.max_rows, choice.schedule)
+    return Kernel(spec.name, source, digest_of(source), (launch,), choice.max_rows, choice.schedule, tuple(builder.workspaces))
 
 
 def header(spec: t.KernelSpec, choice: Choice, builder: Builder, device: Device) -> str:
@@ -94,6 +98,7 @@ def _sizes(sizes: tuple[sympy.Expr, ...]) -> str:
 
 SCHEDULES: dict[str, Write] = {
     "gemv": lambda spec, choice: Linear(spec, choice).write(),
+    "skinny": lambda spec, choice: Linear(spec, choice).write(),
     "tiled": lambda spec, choice: Linear(spec, choice).write(),
     "attention": lambda spec, choice: Attention(spec, choice).write(),
     "row": lambda spec, choice: Row(spec, choice).write(),

@@ -1,7 +1,9 @@
-"""The schedules of linear regions: `gemv` (few rows, fp32 multiply-adds summed at the end) and `tiled` (matrix units).
+"""The schedules of linear regions: `gemv` (few rows, fp32 multiply-adds summed at the end), `skinny` (at most 64 rows, the weights as the
+tall operand of the matrix units) and `tiled` (rows as the tall operand).
 
-A program owns a block of rows and a block of columns of one segment, and streams the contracted dimension. The prologue is applied to
-each block of x as it is read; statistics of the rows come from passes over x before that. The epilogue works on the accumulators.
+A program owns a block of rows and a block of columns of one segment, and streams the contracted dimension (codegen/products.py), or a part
+of it (codegen/split.py). The prologue is applied to each block of x as it is read; statistics of the rows come from passes over x before
+that. The epilogue works on the accumulators.
 """
 
 from __future__ import annotations
@@ -10,15 +12,15 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import sympy
-import torch
 from dsi.ir import tile as t
-from dsi.ir.errors import refuse
 
-from .builder import Block, Builder, triton_type
+from .builder import Block, Builder
 from .columns import Columns, U, ceil_div, columns_of
 from .integers import normalise
 from .kernel import Choice
-from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction, unrounded
+from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction
+from .products import Products
+from .split import combined, shares
 from .statistics import Straight, divisible, held_statistics, row_statistics
 
 Grid = tuple[sympy.Expr, ...]
@@ -32,6 +34,7 @@ class Linear:
         assert isinstance(spec.plan, t.LinearPlan)
         self.spec, self.plan, self.choice = spec, spec.plan, choice
         self.builder = Builder(spec)
+        self.block = self.builder.body  # where what depends on rows alone is written
         self.gemv = choice.schedule == "gemv"
         rows = sympy.sympify(self.plan.rows)
         # One row: the row symbol is 0 and tiles have one axis less.
@@ -43,6 +46,10 @@ class Linear:
         self.limits: dict[sympy.Symbol, tuple[sympy.Expr, ...]] = {t.R: (rows, *most), t.K: (sympy.sympify(self.plan.inner),)}
         self.fixed = {t.R: sympy.Integer(0)} if self.single else {}
         self.row_mask = False
+        # The part of the contracted dimension that a program sums: its size, first element and end ("": all), whether no step is cut off.
+        self.span, self.k_start, self.k_end, self.even = sympy.sympify(self.plan.inner), "", "", True
+        self.programs: sympy.Expr = sympy.Integer(0)  # programs over columns
+        self.partials = self.arrivals = ""  # workspaces of programs that share a sum
 
     # ------------------------------------------------------------------------------------------------------------------ tiles
 
@@ -80,10 +87,17 @@ class Linear:
         plan, choice, body = self.plan, self.choice, self.builder.body
         self.builder.names.new("r"), self.builder.names.new("r_in")
         constant = self.builder.constant
-        self.cuts = [(number, segment, columns) for number, segment in enumerate(plan.segments) for columns in columns_of(segment)]
+        self.cuts: list[tuple[int, t.Segment, Columns]] = [
+            (number, segment, columns) for number, segment in enumerate(plan.segments) for columns in columns_of(segment)
+        ]
+        # Sums that a program holds side by side, at most.
+        self.most_sums = max(len(segment.windows) * columns.parts for _, segment, columns in self.cuts)
+        self.programs = sum((columns.programs(choice.block_n) for _, _, columns in self.cuts), sympy.Integer(0))
         constant("BLOCK_N", choice.block_n)
         constant("BLOCK_K", choice.block_k)
-        axis = 0 if self.gemv else 1
+        self.builder.start(body)
+        ahead = choice.schedule != "tiled"
+        axis = 0 if ahead else 1
         self.program = self.builder.names.new("column_program")
         body.line(f"{self.program} = tl.program_id({axis})")
         if not self.single:
@@ -94,30 +108,35 @@ class Linear:
             if self.row_mask:
                 printer = Printer(self.builder, body, Tile((), {}))
                 body.line(f"r_in = r < {printer.integer(normalise(plan.rows), 1)}")
-        statistics = self.statistics()
-        self.row_stores(body, statistics)
-        total = sum((columns.programs(choice.block_n) for _, _, columns in self.cuts), sympy.Integer(0))
+        if choice.split > 1:
+            shares(self)
+        statistics: Bases = {}
+        if not ahead:
+            self.builder.wait(body)
+            statistics = self.statistics(body)
+            self.row_stores(body, statistics)
         start: sympy.Expr = sympy.Integer(0)
         for position, (number, segment, columns) in enumerate(self.cuts):
-            if len(self.cuts) == 1:
-                self.segment(body, segment, columns, start, statistics)
-                break
-            block = Block(body)
-            names = ", ".join(self.spec.outputs[s.output].name for s in segment.stores)
-            lanes = f", channels {columns.offset} to {columns.offset + columns.lanes * columns.parts} of {columns.hold}"
-            block.comment(
-                f"segment {number} ({names}), {segment.size} columns{lanes if columns.lanes * columns.parts != columns.hold else ''}"
-            )
-            self.segment(block, segment, columns, start, statistics)
+            block = body if len(self.cuts) == 1 else Block(body)
+            if block is not body:
+                names = ", ".join(self.spec.outputs[s.output].name for s in segment.stores)
+                whole = columns.lanes * columns.parts == columns.hold
+                lanes = "" if whole else f", channels {columns.offset} to {columns.offset + columns.lanes * columns.parts} of {columns.hold}"
+                block.comment(f"segment {number} ({names}), {segment.size} columns{lanes}")
+            self.segment(block, segment, columns, start, statistics, ahead, position == 0)
             start += columns.programs(choice.block_n)
-            end = Printer(self.builder, body, Tile((), {})).integer(normalise(start))
-            last = position == len(self.cuts) - 1
-            body.attach("else:" if last else f"{'if' if position == 0 else 'elif'} {self.program} < {end}:", block)
+            if block is not body:
+                end = Printer(self.builder, body, Tile((), {})).integer(normalise(start))
+                last = position == len(self.cuts) - 1
+                body.attach("else:" if last else f"{'if' if position == 0 else 'elif'} {self.program} < {end}:", block)
         blocks = ceil_div(plan.rows, choice.block_m)
-        return self.builder, (total, blocks) if self.gemv else (blocks, total)
+        if choice.split > 1:
+            return self.builder, (self.programs, blocks, sympy.Integer(choice.split))
+        return self.builder, (self.programs, blocks) if ahead else (blocks, self.programs)
 
-    def statistics(self) -> Bases:
+    def statistics(self, block: Block) -> Bases:
         """The passes over x that the prologue's row statistics need."""
+        self.block = block
         if not self.plan.reductions:
             return {}
         self.builder.constant("BLOCK_S", self.choice.block_s)
@@ -125,7 +144,7 @@ class Linear:
 
     def outer(self, bases: Bases) -> Printer:
         """A printer for what depends on rows alone."""
-        return Printer(self.builder, self.builder.body, self.with_statistics(self.tile("r"), bases))
+        return Printer(self.builder, self.block, self.with_statistics(self.tile("r"), bases))
 
     def steps(self, bases: Bases) -> AbstractContextManager[Printer]:
         """One pass over the rows of x."""
@@ -143,7 +162,8 @@ class Linear:
             printer.expect(store.value for store in self.plan.row_stores)
             for store in self.plan.row_stores:
                 printer.store(store)
-        body.attach(f"if {self.program} == 0:", part)
+        first = f"{self.program} == 0" if self.choice.split == 1 else f"({self.program} == 0) & (tl.program_id(2) == 0)"
+        body.attach(f"if {first}:", part)
 
     def over_k(self, outer: Printer, layout: str, block: int, constant: str, statistics: Bases) -> AbstractContextManager[Printer]:
         """A loop over the contracted dimension in steps of `block` (no loop where one step covers it), printing over `layout`."""
@@ -173,11 +193,40 @@ class Linear:
 
     # --------------------------------------------------------------------------------------------------------------- segments
 
-    def segment(self, body: Block, segment: t.Segment, columns: Columns, start: sympy.Expr, statistics: Bases) -> None:
-        """Accumulates one segment's windows and writes its epilogue, part by part."""
+    def segment(
+        self, body: Block, segment: t.Segment, columns: Columns, start: sympy.Expr, statistics: Bases, ahead: bool, first: bool
+    ) -> None:
+        """Accumulates one segment's windows and writes its epilogue, part by part. `ahead`: the kernels before have not been waited for;
+        `first`: of the programs' columns."""
         self.limits.update(columns.limits())
         c, masked, lane_in = self.positions(body, columns, start)
-        sums = self.accumulate(body, segment, columns, c, masked, statistics)
+        products = Products(self, body, segment, columns, c, masked)
+        if ahead:
+            products.ahead()
+            self.builder.wait(body)
+            statistics = self.statistics(body)
+            if first:
+                self.row_stores(body, statistics)
+        sums = products.run(statistics)
+        if self.choice.split > 1:
+            header, done = combined(self, body, sums)
+            self.epilogue(done, segment, columns, c, masked, lane_in, sums, statistics)
+            body.attach(header, done)
+        else:
+            self.epilogue(body, segment, columns, c, masked, lane_in, sums, statistics)
+
+    def epilogue(
+        self,
+        body: Block,
+        segment: t.Segment,
+        columns: Columns,
+        c: str,
+        masked: bool,
+        lane_in: str,
+        sums: dict[tuple[int, int], str],
+        statistics: Bases,
+    ) -> None:
+        """What becomes of one segment's sums, part by part."""
         tile = self.with_statistics(self.tile("rc", {"c": c}, ("c",) if masked else ()), statistics)
         axes = frozenset(range(len(tile.shape)))
         tile.accumulators = {key: Text(name, axes) for key, name in sums.items()}
@@ -224,85 +273,3 @@ class Linear:
             names.new(f"{c}_in")
             body.line(f"{c}_in = {conjunction(masks) if len(masks) > 1 else masks[0]}")
         return c, bool(masks), lane_in
-
-    def accumulate(
-        self, body: Block, segment: t.Segment, columns: Columns, c: str, masked: bool, statistics: Bases
-    ) -> dict[tuple[int, int], str]:
-        """The loop over the contracted dimension; returns the fp32 sums by window and part, [rows, columns] (or [columns] for a single
-        row)."""
-        names, gemv = self.builder.names, self.gemv
-        sums: dict[tuple[int, int], str] = {}
-        shape = "[BLOCK_M, BLOCK_N, BLOCK_K]" if gemv else "[BLOCK_M, BLOCK_N]"
-        if self.single:
-            shape = "[BLOCK_N, BLOCK_K]"
-        for number, window in enumerate(segment.windows):
-            for part in range(columns.parts):
-                suffix = f"_{part}" if columns.parts > 1 else ""
-                sums[(number, part)] = names.new(f"sum_{self.spec.inputs[window.weight].name}{suffix}")
-                body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
-        outer = Printer(self.builder, body, self.with_statistics(self.tile("r"), statistics))
-        with self.over_k(outer, "rck" if gemv else "rk", self.choice.block_k, "BLOCK_K", statistics) as printer:
-            k = printer.tile.bound[t.K].code.split("[")[0]
-            kmask = ("k",) if any(f"{k}_in" in mask for mask in printer.tile.masks.values()) else ()
-            weights = self.tile("rck" if gemv else "kc", {"c": c, "k": k}, (*(("c",) if masked else ()), *kmask))
-            x = self.left(printer)
-            for part in range(columns.parts):
-                tile = self.part(weights, columns, part)
-                around = Printer(self.builder, body, self.tile_without(tile))
-                right = Printer(self.builder, printer.block, tile, around, hoist=printer.block is not body)
-                for number, window in enumerate(segment.windows):
-                    self.step(printer, right, sums[(number, part)], window, x)
-        if gemv:
-            for name in sums.values():
-                body.line(f"{name} = tl.sum({name}, {1 if self.single else 2})")
-        return sums
-
-    def left(self, printer: Printer) -> str:
-        """The block of x: the prologue at (r, k), rounded to the operand's dtype."""
-        plan = self.plan
-        x = unrounded(plan.x, plan.x_dtype)
-        bare = isinstance(x, t.Load) and x.dtype == plan.x_dtype
-        printer.expect([x])
-        text = printer.load(x, raw=not self.gemv) if isinstance(x, t.Load) and bare else printer.value(x, name=True)
-        k_axis = max(printer.tile.bound[t.K].axes)
-        code = text.code
-        if not bare and plan.x_dtype != torch.float32:
-            code = f"{text.at(3)}.to({triton_type(plan.x_dtype)})"
-            if self.gemv:
-                code += ".to(tl.float32)"
-        if not bare and k_axis in printer.tile.masks:
-            # Beyond the last element the prologue of 0 need not be 0.
-            zero = "0.0"
-            code = f"tl.where({printer.tile.masks[k_axis]}, {text.code}, {zero})"
-            if plan.x_dtype != torch.float32:
-                code += f".to({triton_type(plan.x_dtype)})" + (".to(tl.float32)" if self.gemv else "")
-        axes = frozenset((0, 1)) if not self.gemv else text.axes
-        if not self.gemv and text.axes != axes:
-            code = f"tl.broadcast_to({code}, [BLOCK_M, BLOCK_K])"
-        return code if code == text.code else printer.statement(code, axes, "x").code
-
-    def step(self, printer: Printer, right: Printer, name: str, window: t.WeightWindow, x: str) -> None:
-        """One step of one window's accumulation."""
-        tensor = self.spec.inputs[window.weight]
-        if tensor.dtype != self.plan.x_dtype:
-            raise refuse(
-                f"the weight {tensor.name} is {tensor.dtype}, the other operand {self.plan.x_dtype}; the product of both has no kernel"
-            )
-        coords = (t.K, window.n) if window.kn else (window.n, t.K)
-        load = t.Load(window.weight, coords, tensor.dtype)
-        policy = "evict_first" if self.one_block else ""
-        text = right.load(load, raw=not self.gemv, policy=policy)
-        w, axes = text.code, text.axes
-        # A weight that repeats one value along the contracted dimension is not 0 beyond its end, and the other operand need not be either.
-        k_axis = max(right.tile.bound[t.K].axes)
-        if k_axis in right.tile.masks and k_axis not in axes:
-            w, axes = f"tl.where({right.tile.masks[k_axis]}, {w}, 0.0)", axes | {k_axis}
-            if tensor.dtype != torch.float32 and not self.gemv:
-                w += f".to({triton_type(tensor.dtype)})"
-        if not self.gemv and axes != frozenset((0, 1)):
-            w = f"tl.broadcast_to({w}, [BLOCK_K, BLOCK_N])"
-        if self.gemv:
-            printer.block.line(f"{name} += {x} * {w}")
-        else:
-            precision = ', input_precision="ieee"' if self.plan.x_dtype == torch.float32 else ""
-            printer.block.line(f"{name} = tl.dot({x}, {w}, {name}{precision})")

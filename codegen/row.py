@@ -26,6 +26,7 @@ class Row:
         assert isinstance(spec.plan, t.RowPlan)
         self.spec, self.plan, self.choice = spec, spec.plan, choice
         self.builder = Builder(spec)
+        self.block = self.builder.body
         rows = sympy.sympify(self.plan.rows)
         # One row a program: tiles have no row axis, and r is a number.
         self.single = choice.block_m == 1
@@ -64,6 +65,8 @@ class Row:
         plan, choice, body = self.plan, self.choice, self.builder.body
         self.builder.names.new("r"), self.builder.names.new("r_in")
         self.builder.constant("BLOCK_N", choice.block_n)
+        self.builder.start(body)
+        self.builder.wait(body)
         blocks = ceil_div(plan.rows, choice.block_m)
         scalar = Printer(self.builder, body, Tile((), {}))
         if self.single:

@@ -10,7 +10,7 @@ import sympy
 from dsi.ir import tile as t
 from dsi.ir.errors import refuse
 
-from .builder import Builder
+from .builder import Block, Builder
 from .integers import normalise
 from .printer import SUBSCRIPTS, Printer, Text
 
@@ -38,9 +38,10 @@ class Straight:
 
 
 class Rows(Protocol):
-    """What the passes over rows need of a schedule. `single`: tiles have no row axis."""
+    """What the passes over rows need of a schedule. They are written into `block`; `single`: tiles have no row axis."""
 
     builder: Builder
+    block: Block
     single: bool
 
     def outer(self, bases: dict[tuple[int, str], str]) -> Printer: ...
@@ -58,7 +59,7 @@ def row_statistics(
     scalars for a single row, else 1-d over the rows.
     """
     bases: dict[tuple[int, str], str] = {}
-    names, body = kernel.builder.names, kernel.builder.body
+    names, body = kernel.builder.names, kernel.block
     whole = sympy.sympify(size).is_Integer and int(size) <= block
     shape = f"[{constant}]" if kernel.single else f"[BLOCK_M, {constant}]"
     axis = 0 if kernel.single else 1

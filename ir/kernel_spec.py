@@ -36,8 +36,9 @@ def _returned(body: fx.GraphModule) -> list[fx.Node]:
     return list(args_of(output)[0])
 
 
-def kernel_spec(region_name: str, body: fx.GraphModule, plan: Plan) -> KernelSpec:
-    """The `KernelSpec` of a planned region. A SymInt placeholder keeps its place among the inputs as a 0-d int64 `Tensor`."""
+def kernel_spec(region_name: str, body: fx.GraphModule, plan: Plan, constants: frozenset[int] = frozenset()) -> KernelSpec:
+    """The `KernelSpec` of a planned region. A SymInt placeholder keeps its place among the inputs as a 0-d int64 `Tensor`. `constants`
+    numbers the inputs that no kernel of the graph writes."""
     inputs = [_tensor(n.name, n.meta["val"]) for n in _placeholders(body)]
     outputs = [_tensor(n.name, n.meta["val"]) for n in _returned(body)]
     scalars = []
@@ -51,7 +52,7 @@ def kernel_spec(region_name: str, body: fx.GraphModule, plan: Plan) -> KernelSpe
         file, line, code = source_frame(node)
         if file:
             lines[f"{os.path.basename(file)}:{line}  {code}"] = None
-    return KernelSpec(region_name, plan, inputs, outputs, scalars, [_line(n) for n in members], list(lines))
+    return KernelSpec(region_name, plan, inputs, outputs, scalars, [_line(n) for n in members], list(lines), constants)
 
 
 def _line(node: fx.Node) -> str:

@@ -54,9 +54,40 @@ def lower(gm: fx.GraphModule, context: Context) -> None:
             write.region.in_place[write.output] = write.input
     gm.graph.lint()
     gm.recompile()
+    written = _written(gm.graph)
     for node in gm.graph.nodes:
         if isinstance(region := node.meta.get("region"), Region) and region.plan is not None:
-            region.spec = analysis.kernel_spec(region.name, region.body, region.plan)
+            weights = {w.weight for s in region.plan.segments for w in s.windows} if isinstance(region.plan, LinearPlan) else set()
+            constants = frozenset(n for n in weights if isinstance(node.args[n], fx.Node) and _is_constant(node.args[n], written))
+            region.spec = analysis.kernel_spec(region.name, region.body, region.plan, constants)
+            if constants != weights and region.key:
+                # Equal bodies are not served by one kernel where one's weights are constants and another's are results.
+                region.key += "-" + "-".join(map(str, sorted(constants)))
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose memory something in the graph writes to."""
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        if isinstance(region := _region_of(node), Region):
+            written.update(_base(node.args[number]) for number in region.in_place.values())
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            arguments = zip(node.target._schema.arguments, node.args, strict=False)
+            written.update(_base(value) for argument, value in arguments if argument.is_write and isinstance(value, fx.Node))
+    return written
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a value lies in, through views."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        node = node.args[0]
+    return node
+
+
+def _is_constant(node: fx.Node, written: set[fx.Node]) -> bool:
+    """Whether no region of the graph writes the memory of a value: a parameter, say."""
+    base = _base(node)
+    return base not in written and (base.op in ("placeholder", "get_attr") or base.target is not operator.getitem)
 
 
 @dataclass(frozen=True)

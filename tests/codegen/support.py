@@ -138,6 +138,9 @@ def run(case: Case, interpreter, kernel: Kernel | None = None, choice: Choice | 
         kernel = pick(kernels, rows_of(case))
     sizes = {s: sympy.Integer(v) for s, v in bindings(case).items()}
     outputs = [o.clone() if o.is_contiguous() else o for o in case.outputs]
+    scratch = [
+        torch.full((int(normalise(w.size).xreplace(sizes)),), 0 if w.zeroed else 7, dtype=getattr(torch, w.dtype)) for w in kernel.workspaces
+    ]
     for launch in kernel.launches:
         arguments = []
         for argument in launch.arguments:
@@ -145,16 +148,23 @@ def run(case: Case, interpreter, kernel: Kernel | None = None, choice: Choice | 
                 arguments.append(case.inputs[argument.number])
             elif argument.kind == "output":
                 arguments.append(outputs[argument.number])
+            elif argument.kind == "workspace":
+                arguments.append(scratch[argument.number])
             else:
                 arguments.append(int(normalise(argument.expr).xreplace(sizes)))
         grid = tuple(int(normalise(g).xreplace(sizes)) for g in launch.grid)
         if 0 in grid:
             continue
-        results = interpreter.run(kernel.source, launch.entry, grid, arguments, launch.constants)
+        constants = {**launch.constants, **({"PDL": False} if "PDL" in launch.constants else {})}
+        results = interpreter.run(kernel.source, launch.entry, grid, arguments, constants)
         tensors = [(a.kind, a.number) for a in launch.arguments if a.kind != "size"]
         for (kind, number), value in zip(tensors, results, strict=True):
             if kind == "output":
                 outputs[number] = value
+            elif kind == "workspace":
+                scratch[number] = value
+    for workspace, left in zip(kernel.workspaces, scratch, strict=True):
+        assert not workspace.zeroed or not left.any(), "a kernel leaves its counters as it found them"
     return outputs
 
 
@@ -198,8 +208,11 @@ def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False) -
                 if ones:
                     constants[name] = 1
                 continue
-            tensors = case.spec.inputs if argument.kind == "input" else case.spec.outputs
-            signature[name] = "*" + _TYPES[tensors[argument.number].dtype]
+            if argument.kind == "workspace":
+                dtype = getattr(torch, kernel.workspaces[argument.number].dtype)
+            else:
+                dtype = (case.spec.inputs if argument.kind == "input" else case.spec.outputs)[argument.number].dtype
+            signature[name] = "*" + _TYPES[dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]
         signature.update(dict.fromkeys(launch.constants, "constexpr"))
         source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)

@@ -1,0 +1,268 @@
+"""The products of linear regions: one block of columns times the rows, summed over the contracted dimension.
+
+Three ways: `gemv` multiplies in fp32 and sums at the end; `skinny` has the weights as the tall operand of the matrix units, whose short
+one is a few rows; `tiled` has the rows as the tall operand. Weights that no kernel of the graph writes are asked for *ahead*: before the
+kernel waits for the one before it. `gemv` holds its first tile in registers by then, and in its loop always loads one tile ahead of the
+one that it multiplies.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+from dsi.ir import tile as t
+from dsi.ir.errors import refuse
+
+from .builder import Block, triton_type
+from .columns import Columns
+from .integers import normalise
+from .printer import Printer, unrounded
+from .statistics import Straight, divisible
+
+if TYPE_CHECKING:
+    from .linear import Bases, Linear
+
+LINE = 128  # bytes that one prefetch asks for
+Sums = dict[tuple[int, int], str]  # names of accumulators by (window, part)
+
+
+class Products:
+    """Writes the products of one set of a segment's columns into `body`; `c` names their positions, which need a mask if `masked`."""
+
+    def __init__(self, linear: Linear, body: Block, segment: t.Segment, columns: Columns, c: str, masked: bool):
+        self.linear, self.body, self.segment, self.columns, self.c, self.masked = linear, body, segment, columns, c, masked
+        self.spec, self.plan, self.choice, self.builder = linear.spec, linear.plan, linear.choice, linear.builder
+        self.schedule = linear.choice.schedule
+        self.inner = sympy.sympify(self.plan.inner)
+        # Elements of the contracted dimension that this program sums; all of them where it is not shared.
+        self.span = self.inner if self.choice.split == 1 else linear.span
+        self.straight = self.span.is_Integer and int(self.span) <= self.choice.block_k
+        self.first: dict[tuple[int, int], tuple[str, frozenset[int]]] = {}  # the tiles loaded ahead, by window and part
+        self.k = ""  # the block variable of the first step, where it is written already
+
+    # ------------------------------------------------------------------------------------------------------------------- ahead
+
+    def ahead(self) -> None:
+        """What may come before the wait: the first tiles of the weights (gemv), or a request that their first bytes come to the L2."""
+        if any(window.weight not in self.spec.constants for window in self.segment.windows):
+            return
+        if self.schedule == "gemv":
+            self.k = self.steps_at(self.body, "k" if self.straight else "k_first", self.start())
+            self.first = self.load_tiles(self.body, self.body, self.k)
+        elif self.choice.prefetch:
+            self.prefetch()
+
+    def prefetch(self) -> None:
+        """Asks for the first bytes of each row of the weights, a line at a time."""
+        body, names, itemsize = self.body, self.builder.names, self.spec.inputs[self.segment.windows[0].weight].dtype.itemsize
+        count = self.choice.prefetch // LINE
+        guarded = Block(body)
+        if any(window.kn for window in self.segment.windows) or not count:
+            return
+        k = names.new("line")
+        start = self.start()
+        guarded.line(f"{k} = {f'{start} + ' if start else ''}tl.arange(0, {count}) * {LINE // itemsize}")
+        masks = ("c",) if self.masked else ()
+        if not divisible(self.span, count * LINE // itemsize):
+            guarded.line(f"{k}_in = {k} < {self.linear.k_end or self.size()}")
+            masks = (*masks, "k")
+        for part in range(self.columns.parts):
+            tile = self.linear.part(self.linear.tile("ck", {"c": self.c, "k": k}, masks), self.columns, part)
+            tile.shape = ("BLOCK_N", str(count))
+            printer = Printer(self.builder, guarded, tile)
+            for window in self.segment.windows:
+                tensor = self.spec.inputs[window.weight]
+                address, axes, _ = printer.address(self.builder.input(window.weight), tensor, (window.n, t.K), (), ())
+                if axes != frozenset((0, 1)):
+                    continue
+                if tile.masks:  # a line beyond the end: the first is asked for again
+                    inside = " & ".join(tile.masks.values())
+                    address = f"tl.where({inside}, {address}, {self.builder.input(window.weight)})"
+                guarded.line(
+                    f'tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [{address}], '
+                    "dtype=tl.int32, is_pure=False, pack=1)"
+                )
+        body.attach("if PDL:", guarded)
+
+    # -------------------------------------------------------------------------------------------------------------------- loop
+
+    def run(self, statistics: Bases) -> Sums:
+        """The loop over the contracted dimension; returns the fp32 sums by window and part, [rows, columns] ([columns] for a single
+        row)."""
+        sums = self.zeros()
+        outer = Printer(self.builder, self.body, self.linear.with_statistics(self.linear.tile("r"), statistics))
+        current = self.held() if self.schedule == "gemv" and not self.straight else {}
+        with self.loop(outer, statistics) as printer:
+            k = printer.tile.bound[t.K].code.split("[")[0]
+            if self.schedule != "gemv":
+                self.matrix_step(printer, k, sums)
+            elif self.straight:
+                tiles = self.first or self.load_tiles(printer.block, self.body, k)
+                self.vector_step(printer, tiles, sums)
+            else:
+                following = self.steps_at(printer.block, "k_next", f"{k} + BLOCK_K", beyond=True)
+                ahead = self.load_tiles(printer.block, self.body, following, hoist=True)
+                self.vector_step(printer, current, sums)
+                for key, (name, _) in current.items():
+                    printer.block.line(f"{name} = {ahead[key][0]}")
+        return self.finish(sums)
+
+    def zeros(self) -> Sums:
+        """The accumulators, all zero."""
+        shape = {"gemv": "[BLOCK_M, BLOCK_N, BLOCK_K]", "skinny": "[BLOCK_N, BLOCK_M]", "tiled": "[BLOCK_M, BLOCK_N]"}[self.schedule]
+        if self.linear.single:
+            shape = "[BLOCK_N, BLOCK_K]"
+        sums: Sums = {}
+        for number, window in enumerate(self.segment.windows):
+            for part in range(self.columns.parts):
+                suffix = f"_{part}" if self.columns.parts > 1 else ""
+                sums[(number, part)] = self.builder.names.new(f"sum_{self.spec.inputs[window.weight].name}{suffix}")
+                self.body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
+        return sums
+
+    def held(self) -> dict[tuple[int, int], tuple[str, frozenset[int]]]:
+        """The tiles that the loop multiplies next, in variables of their own."""
+        if not self.first:
+            self.k = self.steps_at(self.body, "k_first", self.start())
+            self.first = self.load_tiles(self.body, self.body, self.k)
+        held = {}
+        for key, (name, axes) in self.first.items():
+            held[key] = (self.builder.names.new(f"{name}_now"), axes)
+            self.body.line(f"{held[key][0]} = {name}")
+        return held
+
+    def finish(self, sums: Sums) -> Sums:
+        """The sums as [rows, columns]."""
+        for name in sums.values():
+            if self.schedule == "gemv":
+                self.body.line(f"{name} = tl.sum({name}, {1 if self.linear.single else 2})")
+            elif self.schedule == "skinny":
+                self.body.line(f"{name} = tl.trans({name})")
+        return sums
+
+    # ------------------------------------------------------------------------------------------------------------------- steps
+
+    def start(self) -> str:
+        """Where this program's part of the contracted dimension starts; "" for its beginning."""
+        return self.linear.k_start
+
+    def size(self) -> str:
+        return Printer(self.builder, self.body, self.linear.tile("r")).integer(normalise(self.inner), 1)
+
+    def mask_needed(self, beyond: bool = False) -> bool:
+        whole = divisible(self.inner, self.choice.block_k) if self.choice.split == 1 else self.linear.even
+        return beyond or not whole
+
+    def steps_at(self, block: Block, hint: str, start: str, beyond: bool = False) -> str:
+        """Writes the positions of one step, from `start` on; `beyond`: a step may lie beyond the end."""
+        k = self.builder.names.new(hint)
+        arange = "" if start.endswith("BLOCK_K") else "tl.arange(0, BLOCK_K)"
+        block.line(f"{k} = {' + '.join(part for part in (start, arange) if part)}")
+        if self.mask_needed(beyond):
+            self.builder.names.new(f"{k}_in")
+            block.line(f"{k}_in = {k} < {self.linear.k_end or self.size()}")
+        return k
+
+    def loop(self, outer: Printer, statistics: Bases) -> AbstractContextManager[Printer]:
+        """The steps over the contracted dimension, printing over the tile of x."""
+        linear = self.linear
+        masked = self.mask_needed()
+        layout = "rck" if self.schedule == "gemv" else "rk"
+        if self.straight:
+            k = self.k or self.steps_at(self.body, "k", self.start())
+            tile = linear.with_statistics(linear.tile(layout, {"k": k}, ("k",) if masked else ()), statistics)
+            around = outer.on(linear.with_statistics(linear.tile_without(tile), statistics))
+            return Straight(Printer(self.builder, self.body, tile, around))
+        k = self.builder.names.new("k")
+        k0 = self.builder.names.new("k0")
+        first = [f"{k} = {k0} + tl.arange(0, BLOCK_K)"]
+        if masked:
+            self.builder.names.new(f"{k}_in")
+            first.append(f"{k}_in = {k} < {linear.k_end or self.size()}")
+        tile = linear.with_statistics(linear.tile(layout, {"k": k}, ("k",) if masked else ()), statistics)
+        around = outer.on(linear.with_statistics(linear.tile_without(tile), statistics))
+        return around.loop(f"for {k0} in range({self.start() or '0'}, {linear.k_end or self.size()}, BLOCK_K):", tile, first)
+
+    def load_tiles(
+        self, block: Block, body: Block, k: str, hoist: bool = False
+    ) -> dict[tuple[int, int], tuple[str, frozenset[int]]]:
+        """Loads the tiles of every window and part at step `k`: names and axes."""
+        gemv = self.schedule == "gemv"
+        layout = "rck" if gemv else "ck" if self.schedule == "skinny" else "kc"
+        masked = self.masked_at(k)
+        tiles = {}
+        for part in range(self.columns.parts):
+            tile = self.linear.tile(layout, {"c": self.c, "k": k}, (*(("c",) if self.masked else ()), *(("k",) if masked else ())))
+            tile = self.linear.part(tile, self.columns, part)
+            around = Printer(self.builder, body, self.linear.tile_without(tile))
+            right = Printer(self.builder, block, tile, around, hoist=hoist or block is not body)
+            for number, window in enumerate(self.segment.windows):
+                tiles[(number, part)] = self.load_weight(right, window)
+        return tiles
+
+    def masked_at(self, k: str) -> bool:
+        """Whether the positions `k` have a mask."""
+        return k.startswith("k_next") or self.mask_needed()
+
+    def load_weight(self, right: Printer, window: t.WeightWindow) -> tuple[str, frozenset[int]]:
+        """One tile of a weight as it is stored, 0 beyond the end of the contracted dimension."""
+        tensor = self.spec.inputs[window.weight]
+        if tensor.dtype != self.plan.x_dtype:
+            raise refuse(
+                f"the weight {tensor.name} is {tensor.dtype}, the other operand {self.plan.x_dtype}; the product of both has no kernel"
+            )
+        coords = (t.K, window.n) if window.kn else (window.n, t.K)
+        policy = "evict_first" if self.linear.one_block else ""
+        text = right.load(t.Load(window.weight, coords, tensor.dtype), raw=True, policy=policy)
+        w, axes = text.code, text.axes
+        # A weight that repeats one value along the contracted dimension is not 0 beyond its end, and the other operand need not be either.
+        k_axis = max(right.tile.bound[t.K].axes)
+        if k_axis in right.tile.masks and k_axis not in axes:
+            axes = axes | {k_axis}
+            w = right.statement(f"tl.where({right.tile.masks[k_axis]}, {w}, 0.0).to({triton_type(tensor.dtype)})", axes, "w").code
+        return w, axes
+
+    # ---------------------------------------------------------------------------------------------------------------- operands
+
+    def rows(self, printer: Printer) -> str:
+        """The block of x: the prologue at (r, k), rounded to the operand's dtype."""
+        plan, gemv = self.plan, self.schedule == "gemv"
+        x = unrounded(plan.x, plan.x_dtype)
+        bare = isinstance(x, t.Load) and x.dtype == plan.x_dtype
+        printer.expect([x])
+        text = printer.load(x, raw=not gemv) if isinstance(x, t.Load) and bare else printer.value(x, name=True)
+        k_axis = max(printer.tile.bound[t.K].axes)
+        code = text.code
+        rounded = f".to({triton_type(plan.x_dtype)})" + (".to(tl.float32)" if gemv else "") if plan.x_dtype != torch.float32 else ""
+        if not bare:
+            code = f"{text.at(3)}{rounded}"
+            if k_axis in printer.tile.masks:
+                # Beyond the last element the prologue of 0 need not be 0.
+                code = f"tl.where({printer.tile.masks[k_axis]}, {text.code}, 0.0){rounded}"
+        axes = text.axes if gemv else frozenset((0, 1))
+        if not gemv and text.axes != axes:
+            code = f"tl.broadcast_to({code}, [BLOCK_M, BLOCK_K])"
+        return code if code == text.code else printer.statement(code, axes, "x").code
+
+    def vector_step(self, printer: Printer, tiles: dict[tuple[int, int], tuple[str, frozenset[int]]], sums: Sums) -> None:
+        """One step of fp32 multiply-adds."""
+        x = self.rows(printer)
+        for key, (name, _) in tiles.items():
+            wide = name if self.plan.x_dtype == torch.float32 else f"{name}.to(tl.float32)"
+            printer.block.line(f"{sums[key]} += {x} * {wide}")
+
+    def matrix_step(self, printer: Printer, k: str, sums: Sums) -> None:
+        """One step on the matrix units."""
+        x = self.rows(printer)
+        tiles = self.load_tiles(printer.block, self.body, k, hoist=printer.block is not self.body)
+        skinny = self.schedule == "skinny"
+        precision = ', input_precision="ieee"' if self.plan.x_dtype == torch.float32 else ""
+        shape, whole = "[BLOCK_N, BLOCK_K]" if skinny else "[BLOCK_K, BLOCK_N]", frozenset((0, 1))
+        left = printer.statement(f"tl.trans({x})", whole, "x_t").code if skinny else x
+        for key, (w, axes) in tiles.items():
+            w = w if axes == whole else f"tl.broadcast_to({w}, {shape})"
+            operands = f"{w}, {left}" if skinny else f"{left}, {w}"
+            printer.block.line(f"{sums[key]} = tl.dot({operands}, {sums[key]}{precision})")

@@ -1,0 +1,102 @@
+"""The ways of multiplying few rows, with every prologue and epilogue: ahead of the wait, a tile ahead in the loop, several programs a sum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dsi.codegen import Choice, generate
+from dsi.ir import tile as t
+
+from . import plans
+from .support import check, resources
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CASES = {
+    "llama_qkv": lambda dtype, rows: plans.llama_qkv(dtype, 1, rows, cache=20),
+    "gpt2_qkv": lambda dtype, rows: plans.gpt2_qkv(dtype, 1, rows),
+    "neox_qkv": lambda dtype, rows: plans.neox_qkv(dtype, 1, rows),
+    "gate_up": lambda dtype, rows: plans.gate_up(dtype, rows),
+    "projection": lambda dtype, rows: plans.projection(dtype, rows, inner=72, columns=33),
+    "projection_kn": lambda dtype, rows: plans.projection(dtype, rows, inner=72, columns=33, kn=True),
+}
+GEMV = Choice("gemv", 1, 1, 16, 16, 64, 4, 1)
+SKINNY = Choice("skinny", 16, 16, 32, 16, 32, 4, 2)
+
+
+def constant(case):
+    """The case with its weights declared to be constants, so that they are read ahead."""
+    case.spec.constants = frozenset(w.weight for s in case.spec.plan.segments for w in s.windows)
+    return case
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_few_rows(interpreter, name, split, dtype):
+    for rows, choice in ((1, GEMV), (3, replace(GEMV, max_rows=4, block_m=4)), (3, SKINNY), (13, SKINNY)):
+        check(constant(CASES[name](dtype, rows)), interpreter, choice=replace(choice, split=split))
+
+
+def test_a_share_without_elements(interpreter):
+    """More programs than steps: some have nothing to sum."""
+    case = constant(plans.projection(F32, 2, inner=40, columns=33))
+    check(case, interpreter, choice=replace(SKINNY, split=4))
+
+
+def text(case, choice):
+    (kernel,) = generate(constant(case).spec, choice)
+    return kernel, kernel.source
+
+
+def test_only_constants_are_read_before_the_wait():
+    case = plans.gate_up(F16, 1, 64, 96)
+    _, source = text(case, GEMV)
+    before = source[: source.index("gdc_wait()")]
+    assert "tl.load(gate_weight_ptr" in before and "tl.load(up_weight_ptr" in before
+    assert "x_ptr +" not in before and "delta_ptr +" not in before and "tl.store" not in before
+    case.spec.constants = frozenset()  # a weight that the graph computes
+    (kernel,) = generate(case.spec, GEMV)
+    assert "tl.load" not in kernel.source[: kernel.source.index("gdc_wait()")]
+
+
+def test_first_bytes_are_asked_for_before_the_wait():
+    _, source = text(plans.gate_up(F16, 8, 1024, 96), replace(SKINNY, prefetch=1024))
+    assert source[: source.index("gdc_wait()")].count("prefetch.global.L2") == 2
+    _, source = text(plans.gate_up(F16, 8, 1024, 96), SKINNY)
+    assert "prefetch" not in source
+
+
+def test_every_kernel_waits_before_it_stores():
+    for name, make in CASES.items():
+        for choice in (GEMV, replace(GEMV, split=2), SKINNY, Choice("tiled", 1, 16, 32, 16, 32, 4, 2)):
+            _, source = text(make(F16, 1), choice)
+            body = source[source.index("gdc_launch_dependents()\n") :]
+            stores = [at for at in range(len(body)) if body.startswith("tl.store", at)]
+            assert stores and body.index("gdc_wait()") < stores[0], name
+
+
+@pytest.mark.parametrize(
+    "name, choice",
+    [
+        ("gate_up", Choice("gemv", 1, 1, 8, 256, 4096, 8, 1)),
+        ("gate_up", Choice("skinny", 16, 16, 64, 128, 256, 4, 3, 1, 1024)),
+        ("gate_up", Choice("skinny", 16, 16, 64, 128, 256, 4, 3, 2)),
+        ("llama_qkv", Choice("skinny", 16, 16, 64, 128, 256, 4, 3)),
+        ("projection_kn", Choice("gemv", 1, 1, 32, 128, 512, 8, 1, 4)),
+    ],
+)
+def test_compiles_for_hopper(name, choice):
+    large = {
+        "gate_up": lambda: plans.gate_up(BF16, choice.max_rows, 4096, 14336),
+        "llama_qkv": lambda: plans.llama_qkv(BF16, choice.max_rows, 1, heads=32, kv_heads=8, d=128, hidden=4096, cache=1024),
+        "projection_kn": lambda: plans.projection(BF16, choice.max_rows, 3072, 768, kn=True),
+    }
+    with torch.device("meta"):
+        case = constant(large[name]())
+    (kernel,) = generate(case.spec, choice)
+    assert kernel.launches[0].constants["PDL"] is True and kernel.launches[0].options["launch_pdl"] is True
+    used = resources(case, kernel, 90)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["SHARED"] <= 227 * 1024, used
+    assert isinstance(case.spec.plan, t.LinearPlan)
