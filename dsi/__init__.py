@@ -2,7 +2,8 @@
 
     torch.compile(model, backend="dsi")
 
-needs no import of this package. What is here is for looking into it and extending it. Names are imported when they are first used.
+needs no import of this package. `init_inference` is DeepSpeed's call; the rest is for looking into the compiler and extending it. Names are
+imported when they are first used.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsi.compiler.explain import Explanation, explain
     from dsi.compiler.registry import register, unregister
+    from dsi.engine.config import InferenceConfig
+    from dsi.engine.errors import ConfigError
+    from dsi.engine.inference import init_inference
+    from dsi.engine.wrapper import InferenceEngine
     from dsi.ir.context import Report
     from dsi.ir.custom import CustomOp, custom_op
     from dsi.ir.errors import DsiError, DsiInternalError
@@ -34,13 +39,20 @@ _HOMES = {
     "Report": "dsi.ir.context",
     "Explanation": "dsi.compiler.explain",
     "explain": "dsi.compiler.explain",
+    "init_inference": "dsi.engine.inference",
+    "InferenceConfig": "dsi.engine.config",
+    "InferenceEngine": "dsi.engine.wrapper",
+    "ConfigError": "dsi.engine.errors",
 }
 
 __all__ = [
+    "ConfigError",
     "CustomOp",
     "DsiError",
     "DsiInternalError",
     "Explanation",
+    "InferenceConfig",
+    "InferenceEngine",
     "Options",
     "Report",
     "Rule",
@@ -48,6 +60,7 @@ __all__ = [
     "__version__",
     "custom_op",
     "explain",
+    "init_inference",
     "register",
     "unregister",
     "verify",

@@ -1,0 +1,72 @@
+"""Keys of a configuration: aliases, keys without effect, and keys that nobody knows, told apart before pydantic looks at the values."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from .errors import warn
+
+
+class Section(BaseModel):
+    """A part of the configuration. A field is given by its name or its alias; `without_effect` maps further keys that DeepSpeed has to the
+    reason why they change nothing here: they are accepted with a warning.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, populate_by_name=True)
+    without_effect: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def names(cls) -> dict[str, str]:
+        """Every key that means something -> the field's name."""
+        fields = cls.model_fields.items()
+        return {name: name for name, _ in fields} | {field.alias: name for name, field in fields if field.alias}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys(cls, given: Any) -> Any:
+        """`given` under the fields' own names. Raises ValueError naming unknown keys and pairs of keys that contradict each other."""
+        if not isinstance(given, Mapping):
+            return given
+        values = cls._redirected({key: value for key, value in given.items() if not (isinstance(value, str) and value == "auto")})
+        known, kept, unknown = cls.names(), {}, []
+        spelling: dict[str, str] = {}
+        for key, value in values.items():
+            if key in cls.without_effect:
+                warn(f"dsi: {key!r} has no effect here: {cls.without_effect[key]}")
+            elif key not in known:
+                unknown.append(cls._unknown(key))
+            else:
+                name = known[key]
+                if name in kept and not same(name, kept[name], value):
+                    raise ValueError(f"{spelling[name]!r} = {kept[name]!r} and {key!r} = {value!r} name the same thing: give one of them")
+                kept[name], spelling[name] = value, key
+        if unknown:
+            raise ValueError("; ".join(unknown))
+        return kept
+
+    @classmethod
+    def _redirected(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """`given` with deprecated keys moved to where they belong now."""
+        return given
+
+    @classmethod
+    def _unknown(cls, key: Any) -> str:
+        known = [*cls.names(), *cls.without_effect]
+        near = difflib.get_close_matches(str(key), known, 1, 0.5)
+        return f"unknown key {key!r}{f'; did you mean {near[0]!r}?' if near else ''} (known: {', '.join(cls.names())})"
+
+
+def same(name: str, one: Any, other: Any) -> bool:
+    """Whether two values of the field `name` mean the same."""
+    if name == "dtype":
+        from .dtypes import dtype_of
+
+        try:
+            return dtype_of(one) == dtype_of(other)
+        except ValueError:
+            return False
+    return type(one) is type(other) and one == other

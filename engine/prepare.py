@@ -1,0 +1,90 @@
+"""What happens to a module before it is compiled: it is looked at, unwrapped, cast and put on its device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from .config import InferenceConfig
+from .dtypes import cast, check_castable
+from .errors import ConfigError, warn
+from .policy import check_policy
+from .quantised import quantise, quantiser
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module itself, of one that `torch.compile` has wrapped. Raises `ConfigError` for what is no module."""
+    if not isinstance(model, nn.Module):
+        inner = getattr(model, "model", None)
+        hint = f"; give its module, e.g. init_inference({_variable(model)}.model, ...)" if isinstance(inner, nn.Module) else ""
+        raise ConfigError(f"dsi: init_inference takes a torch.nn.Module, and was given a {type(model).__name__}{hint}")
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        warn("dsi: the module was wrapped by torch.compile; the engine takes the module inside, and compiles that itself")
+        return unwrapped(model._orig_mod)
+    return model
+
+
+def check(module: nn.Module, config: InferenceConfig) -> torch.device:
+    """The device on which the engine will run. Raises where `module` cannot be taken; changes nothing."""
+    tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise ConfigError(
+                f"dsi: {name!r} of {type(module).__name__} is on the meta device, which holds no numbers: load its weights first "
+                "(from_pretrained without offloading, or to_empty and load_state_dict)"
+            )
+    if config.injection_policy:
+        check_policy(module, config.injection_policy)
+    if config.dtype is not None:
+        check_castable(module, config.dtype)
+    if config.dtype == torch.int8:
+        quantiser()
+    devices = sorted({str(p.device) for p in module.parameters()} or {str(b.device) for b in module.buffers()})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"dsi: the weights of {type(module).__name__} are spread over {', '.join(devices)}; an engine runs on one device: "
+            "load the model without a device map that splits it"
+        )
+    device = torch.device(devices[0] if devices else "cpu")
+    goes = device.type == "cpu" and torch.cuda.is_available()
+    if config.keep_module_on_host and not goes:
+        warn(f"dsi: 'keep_module_on_host' has no effect here: the module would stay on {device} anyway")
+    return _gpu() if goes and not config.keep_module_on_host else device
+
+
+def prepare(module: nn.Module, config: InferenceConfig, device: torch.device) -> None:
+    """Bring `module` into the state that `config` asks for, in place: in eval mode, uncompiled, cast, on `device`."""
+    _uncompile(module)
+    module.eval()
+    if config.dtype is not None and config.dtype != torch.int8:
+        cast(module, config.dtype)
+    if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
+        module.to(device)
+    if config.dtype == torch.int8:
+        quantise(module, config.quantization_setting)
+
+
+def _gpu() -> torch.device:
+    """The GPU of this process: LOCAL_RANK's, as launchers set it, else the current one."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    index = int(rank) if rank.isdigit() and int(rank) < torch.cuda.device_count() else torch.cuda.current_device()
+    return torch.device("cuda", index)
+
+
+def _uncompile(module: nn.Module) -> None:
+    """Take back `module.compile()` and `module.forward = torch.compile(module.forward)`: one compiler at a time."""
+    found = False
+    for part in module.modules():
+        if getattr(part, "_compiled_call_impl", None) is not None:
+            part._compiled_call_impl, found = None, True
+        original = getattr(part.__dict__.get("forward"), "_torchdynamo_orig_callable", None)
+        if original is not None:
+            part.forward, found = original, True
+    if found:
+        warn("dsi: the module was compiled in place before; the engine takes that back, and compiles the module itself")
+
+
+def _variable(model: object) -> str:
+    return "pipe" if "Pipeline" in type(model).__name__ else type(model).__name__.lower()

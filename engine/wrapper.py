@@ -1,0 +1,116 @@
+"""The engine: a module in eval mode behind DeepSpeed's face, with the module's own attributes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import InferenceConfig
+from .errors import warn
+
+
+class InferenceEngine(nn.Module):
+    """What `dsi.init_inference` returns. It takes the place of its module: in a transformers pipeline too.
+
+    * `engine(...)` is the module's forward, without gradients: same arguments, same output types.
+    * `engine.generate(...)` takes what transformers' `generate` takes; there is none where the module cannot generate.
+    * `engine.module` is the module that was given, prepared in place; `engine.inference_config` what was asked for.
+    * Every other attribute (`config`, `generation_config`, `can_generate`, ...) is the module's, to read and to write.
+
+    An engine is always in eval mode.
+    """
+
+    inference_config: InferenceConfig
+
+    def __init__(self, module: nn.Module, config: InferenceConfig) -> None:
+        """`module` is prepared already (`init_inference` does both). Nothing is compiled before the first call."""
+        super().__init__()
+        self.inference_config = config
+        self.module = module
+        run, generate = _runners(module, config, self.device)
+
+        # Functions of the instance, so that their signatures are the module's: pipelines look at those.
+        @functools.wraps(module.forward, updated=())
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                return run(*args, **kwargs)
+
+        self.forward = forward
+        if generate is not None:
+            self.generate = generate
+        self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's weights are."""
+        tensor = next(self.module.parameters(), None)
+        tensor = next(self.module.buffers(), None) if tensor is None else tensor
+        return torch.device("cpu") if tensor is None else tensor.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the module's first floating-point weight, torch's default where it has none."""
+        floats = (p.dtype for p in self.module.parameters() if p.is_floating_point())
+        return next(floats, torch.get_default_dtype())
+
+    def train(self, mode: bool = True) -> InferenceEngine:
+        """Eval mode, whatever `mode` is: a model around the engine may switch between the two. `engine.module.train()` does what it says."""
+        if mode:
+            warn("dsi: an inference engine stays in eval mode; train its module instead (engine.module)")
+        return super().train(False)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+        if name == "generate" and not hasattr(module, "generate"):
+            raise AttributeError(
+                f"this engine has no generate: {type(module).__name__} is no transformers model that generates (engine(...) runs its forward)"
+            )
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(module, name):
+            if name == "module" and module is not None:
+                raise AttributeError("an engine keeps the module that it compiled: call init_inference on the other one")
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles hold the module and the configuration; what was compiled is compiled again."""
+        return type(self), (self.module, self.inference_config)
+
+
+def _runners(module: nn.Module, config: InferenceConfig, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """What `engine(...)` and `engine.generate(...)` call."""
+    generates = hasattr(module, "generate") and hasattr(module, "can_generate") and module.can_generate()
+    if not config.replace_with_kernel_inject:
+        return module, module.generate if generates else None
+    graphs = device.type == "cuda" and config.enable_cuda_graph
+    if not generates:
+        recorded = {"mode": "reduce-overhead", "cuda_graphs": True} if graphs else {}
+        return torch.compile(module, backend="dsi", options=recorded | config.options), None
+    from .generation import Generator
+
+    # The loop owns every buffer that a recorded graph reads, so that there graphs are the rule and False the exception.
+    wanted = device.type == "cuda" and (graphs or "enable_cuda_graph" not in config.model_fields_set)
+    generator = Generator(
+        module,
+        max_out_tokens=config.max_out_tokens,
+        min_out_tokens=config.min_out_tokens,
+        options=config.options or None,
+        cuda_graph=wanted,
+    )
+    return generator.forward, generator.generate
