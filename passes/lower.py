@@ -21,6 +21,7 @@ from dsi.ir.context import Context
 from dsi.ir.region import Region
 from dsi.ir.source import source_line
 from dsi.ir.spec import Aliases, output_aliases
+from dsi.ir.tile import LinearPlan
 from torch import fx
 
 _COPY = torch.ops.aten.copy_.default
