@@ -1,231 +1,158 @@
-"""The schedule of attention regions: one pass over the keys with a running softmax.
+"""The schedule of attention regions with many queries: one pass over the keys with a running softmax.
 
-A program owns one batch entry, one key/value head, and a block of its rows: the query heads that share the key head, for consecutive
-queries (row m is query m // group, head m % group of the group). Keys and values are read once for the whole group. Scores, softmax and
-sums are fp32.
+Blocks of keys that every row of a program sees are visited first, and nothing is hidden in them; then those at the edges (the diagonal of
+a causal mask, the far end of a window, padding, a last block cut short). Blocks that no row sees are not visited.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import sympy
 import torch
-from dsi.ir import tile as t
 
+from .attention_scan import scan, scannable
+from .attention_tiles import AttentionTiles
 from .builder import Block, Builder, triton_type
-from .columns import ceil_div
-from .cost import power_of_two
-from .integers import normalise
-from .kernel import Choice
-from .pointwise import literal
-from .printer import Bound, Printer, Text, Tile, conjunction, unrounded
-from .statistics import divisible
 
 
-class Attention:
-    """Writes the kernel of one attention plan under one choice of blocks (`block_m` rows, `block_n` keys a step)."""
+@dataclass
+class Bounds:
+    """Sources of bounds of the keys that some row may see, from `first` to `end`, and of those in which nothing is hidden, from `low` to
+    `high`. The greatest and the least of each hold. With a `first` there is a `low`."""
 
-    def __init__(self, spec: t.KernelSpec, choice: Choice):
-        assert isinstance(spec.plan, t.AttentionPlan)
-        self.spec, self.plan, self.choice = spec, spec.plan, choice
-        self.builder = Builder(spec)
-        plan = self.plan
-        self.group = plan.heads // plan.kv_heads
-        self.queries = sympy.Integer(1) if choice.max_rows == 1 else sympy.sympify(plan.queries)
-        self.keys = sympy.sympify(plan.keys)
-        self.rows = self.queries * self.group
-        self.ieee = ', input_precision="ieee"' if plan.dtype == torch.float32 else ""
-        self.padded = {"D": power_of_two(max(plan.head_size, 16)), "E": power_of_two(max(plan.value_size, 16))}
-        number = sympy.Integer
-        self.limits = {
-            t.B: (sympy.sympify(plan.batch),),
-            t.G: (number(plan.kv_heads),),
-            t.H: (number(plan.heads),),
-            t.S: (self.queries, *((number(choice.max_rows),) if choice.max_rows else ())),
-            t.J: (self.keys,),
-            t.D: (number(plan.head_size),),
-            t.E: (number(plan.value_size),),
-        }
-        self.fixed: dict[sympy.Symbol, sympy.Expr] = {}
-        if plan.batch == 1:
-            self.fixed[t.B] = number(0)
-        if plan.kv_heads == 1:
-            self.fixed[t.G] = number(0)
-        if self.queries == 1:
-            self.fixed[t.S] = number(0)
-        if self.group == 1:
-            self.fixed[t.H] = number(0) if plan.kv_heads == 1 else t.G
-        self.row_mask = not divisible(self.rows, choice.block_m)
-        self.key_mask = not divisible(self.keys, choice.block_n)
-        self.one_block = self.rows.is_Integer and int(self.rows) <= choice.block_m
+    first: list[str] = field(default_factory=list)
+    end: list[str] = field(default_factory=list)
+    low: list[str] = field(default_factory=list)
+    high: list[str] = field(default_factory=list)
 
-    def tile(self, first: str, second: str) -> Tile:
-        """A tile over two of "m" (rows), "j", "d", "e"."""
-        sizes = {"m": "BLOCK_M", "j": "BLOCK_J", "d": "BLOCK_D", "e": "BLOCK_E"}
-        tile = Tile((sizes[first], sizes[second]), {}, fixed=dict(self.fixed), limits=dict(self.limits))
-        for symbol, name in ((t.B, "b"), (t.G, "g")):
-            if symbol not in self.fixed:
-                tile.bound[symbol] = Bound(name)
-        masks = {
-            "m": self.row_mask,
-            "j": self.key_mask,
-            "d": self.padded["D"] != self.plan.head_size,
-            "e": self.padded["E"] != self.plan.value_size,
-        }
-        symbols = {"m": (t.H, t.S), "j": (t.J,), "d": (t.D,), "e": (t.E,)}
-        names = {t.H: "h", t.S: "s", t.J: "j", t.D: "d", t.E: "e"}
-        for axis, letter in enumerate((first, second)):
-            subscript = ("[:, None]", "[None, :]")[axis]
-            for symbol in symbols[letter]:
-                if symbol not in self.fixed:
-                    tile.bound[symbol] = Bound(names[symbol] + subscript, frozenset((axis,)))
-            if masks[letter]:
-                tile.masks[axis] = f"{letter}_in{subscript}"
-        return tile
+
+class Attention(AttentionTiles):
+    """Writes the kernel of one attention plan under one choice. `block_s`: keys a step of the scan of the mask (1: no scan)."""
 
     def write(self) -> tuple[Builder, tuple[sympy.Expr, ...]]:
         """Writes the whole body and returns the builder and the launch grid."""
-        plan, choice, builder, body = self.plan, self.choice, self.builder, self.builder.body
-        for name in ("b", "g", "h", "s", "j", "d", "e", "m", "m_in", "j_in", "d_in", "e_in", "j0", "top", "total", "out", "scores"):
-            builder.names.new(name)
-        for name, value in (("M", choice.block_m), ("J", choice.block_n), ("D", self.padded["D"]), ("E", self.padded["E"])):
-            builder.constant(f"BLOCK_{name}", value)
-        scalar = Printer(builder, body, Tile((), {}, fixed=dict(self.fixed)))
-        self.size = lambda expr, strength=1: scalar.integer(normalise(expr), strength)
-        # Rows first: no other grid dimension may exceed 65535.
-        if t.G not in self.fixed:
-            body.line("g = tl.program_id(1)")
-        if t.B not in self.fixed:
-            body.line("b = tl.program_id(2)")
-        body.comment(f"row m: query m // {self.group}, head m % {self.group} of the group" if self.group > 1 else "row m: query m")
-        body.line("m = tl.arange(0, BLOCK_M)" if self.one_block else "m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)")
-        if self.row_mask:
-            body.line(f"m_in = m < {self.size(self.rows)}")
-        if t.S not in self.fixed:
-            body.line(f"s = m // {self.group}" if self.group > 1 else "s = m")
-        if t.H not in self.fixed:
-            within = "m" if self.queries == 1 else f"m % {self.group}"
-            body.line(f"h = g * {self.group} + {within}" if t.G not in self.fixed else f"h = {within}")
-        for letter, size in (("d", plan.head_size), ("e", plan.value_size)):
-            body.line(f"{letter} = tl.arange(0, BLOCK_{letter.upper()})")
-            if self.padded[letter.upper()] != size:
-                body.line(f"{letter}_in = {letter} < {size}")
-        q = self.operand(Printer(builder, body, self.tile("m", "d")), plan.q, "q", "[BLOCK_M, BLOCK_D]")
+        plan, body = self.plan, self.builder.body
+        # Where a query sees the keys before it, the last rows have the most to do: their programs start first.
+        last_first = plan.causal or plan.mask is not None
+        self.open("tl.num_programs(0) - 1 - tl.program_id(0)" if last_first else "tl.program_id(0)")
+        self.load_queries()
         body.line('top = tl.full([BLOCK_M], float("-inf"), tl.float32)')
         body.line("total = tl.zeros([BLOCK_M], tl.float32)")
-        body.line("out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)")
-        self.keys_loop(q)
-        body.comment("a row that sees no key is 0")
-        body.line("out = out / tl.where(total == 0.0, 1.0, total)[:, None]")
-        tile = self.tile("m", "e")
-        tile.accumulators = {(0, 0): Text("out", frozenset((0, 1)))}
-        printer = Printer(builder, body, tile)
-        printer.expect(store.value for store in plan.stores)
-        for store in plan.stores:
-            printer.store(store)
-        blocks = ceil_div(self.rows, choice.block_m)
-        if self.queries == 1 and plan.queries != 1:
-            # One query at most: without any there is nothing to launch.
-            blocks = sympy.sympify(plan.queries) * blocks
-        return builder, (blocks, sympy.Integer(plan.kv_heads), sympy.sympify(plan.batch))
+        for part, out in zip(self.e, self.outs, strict=True):
+            body.line(f"{out} = tl.zeros({self.shape('m', part)}, tl.float32)")
+        self.loops()
+        self.finish(body, self.outs)
+        return self.builder, self.grid()
 
-    def operand(self, printer: Printer, expr: t.Expr, hint: str, shape: str) -> str:
-        """A block of q, k or v in the dtype of the products."""
-        dtype = self.plan.dtype
-        expr = unrounded(expr, dtype)
-        bare = isinstance(expr, t.Load) and expr.dtype == dtype
-        printer.expect([expr])
-        text = printer.load(expr, raw=True, hint=hint) if isinstance(expr, t.Load) and bare else printer.value(expr, name=True)
-        code = text.code
-        axes = text.axes
-        # Beyond its size a computed value, or a load that repeats one value along the axis, need not be 0, and the padding takes part in
-        # the product.
-        beyond = [axis for axis, mask in printer.tile.masks.items() if mask.startswith(("d_in", "e_in", "j_in"))]
-        if padding := [axis for axis in beyond if not bare or axis not in axes]:
-            code = f"tl.where({conjunction([printer.tile.masks[axis] for axis in padding])}, {code}, 0.0)"
-            axes |= frozenset(padding)
-        if not bare and dtype != torch.float32:
-            code = f"{code}.to({triton_type(dtype)})"
-        if axes != frozenset((0, 1)):
-            code = f"tl.broadcast_to({code}, {shape})"
-        return printer.statement(code, frozenset((0, 1)), hint).code
-
-    def query(self, row: str) -> str:
-        """Source of the query that a row belongs to."""
-        return row if self.group == 1 else f"({row}) // {self.group}"
-
-    def bounds(self) -> tuple[str, str]:
-        """First key block and end of the keys that any row of the block may see."""
-        plan, body = self.plan, self.builder.body
-        first, end = "0", self.size(self.keys)
-        if self.queries == 1:
-            # The only query sits at position 0.
-            return first, (self.size(sympy.Min(1, self.keys)) if plan.causal else end)
-        names = self.builder.names
+    def bounds(self) -> tuple[Bounds, bool]:
+        """What is known of the keys that rows see, by the plan and by a scan of the mask; and whether a row may be forbidden keys within
+        `low` and `high` all the same."""
+        plan, keys = self.plan, self.size(self.keys)
+        bounds = Bounds(end=[keys], high=[keys])
         if plan.causal:
-            last = names.new("last_query")
-            body.line(f"{last} = {self.query('tl.program_id(0) * BLOCK_M + BLOCK_M - 1')}")
-            stop = names.new("stop")
-            body.line(f"{stop} = tl.minimum({end}, {last} + 1)")
-            end = stop
+            bounds.end.append(f"{self.last_query} + 1")
+            bounds.high.append(f"{self.first_query} + 1")
         if plan.window:
-            low = names.new("start")
-            body.line(f"{low} = tl.maximum({self.query('tl.program_id(0) * BLOCK_M')} - {plan.window - 1}, 0) // BLOCK_J * BLOCK_J")
-            first = low
-        return first, end
+            bounds.first.append(f"{self.first_query} - {plan.window - 1}")
+            bounds.low.append(f"{self.last_query} - {plan.window - 1}")
+        hides = plan.mask is not None and plan.mask.dtype == torch.bool
+        if self.choice.block_s == 1 or not scannable(self):
+            return bounds, hides
+        begin = self.named("first_key", greatest(["0", *bounds.first]))
+        stop = self.named("end_key", least(bounds.end))
+        count = (self.keys if stop == keys else stop) if begin == "0" else f"{stop} - {begin}"
+        found = scan(self, count, lambda seen: seen if begin == "0" else f"{begin} + {seen}", stop, common=hides)
+        bounds.first, bounds.end = [begin, found.first], [stop, found.end]
+        # A hidden key of a mask that is added gets its -inf wherever it is visited.
+        bounds.low.append(found.first_common if hides else found.first)
+        bounds.high.append(found.end_common if hides else found.end)
+        return bounds, False
 
-    def keys_loop(self, q: str) -> None:
-        """The loop over blocks of keys."""
-        plan, builder = self.plan, self.builder
-        first, end = self.bounds()
-        loop = Block(builder.body)
+    def named(self, hint: str, code: str) -> str:
+        """A name for a scalar, unless it is a number or one already."""
+        if code.isidentifier() or code.isdigit():
+            return code
+        name = self.builder.names.new(hint)
+        self.builder.body.line(f"{name} = {code}")
+        return name
+
+    def loops(self) -> None:
+        """The loops over blocks of keys: those in which nothing is hidden, and the others."""
+        plan, body, names = self.plan, self.builder.body, self.builder.names
+        bounds, anywhere = self.bounds()
+        edges = bool(plan.causal or plan.window or self.key_mask) or (plan.mask is not None and plan.mask.dtype == torch.bool)
+        few = self.keys.is_Integer and int(self.keys) < self.choice.block_n
+        end = least(bounds.end)
+        if anywhere or few or not edges:
+            start = f"{greatest(['0', *bounds.first])} // BLOCK_J * BLOCK_J" if bounds.first else "0"
+            body.attach(f"for j0 in range({start}, {end}, BLOCK_J):", self.step(Block(body), edges))
+            return
+        body.comment("blocks of keys that every row sees")
+        whole = names.new("whole")
+        if not bounds.low:
+            body.line(f"{whole} = {least(bounds.high)} // BLOCK_J * BLOCK_J")
+            body.attach(f"for j0 in range(0, {whole}, BLOCK_J):", self.step(Block(body), False))
+            body.comment("and the others")
+            body.attach(f"for j0 in range({whole}, {end}, BLOCK_J):", self.step(Block(body), True))
+            return
+        low, number = names.new("low"), names.new("i")
+        body.line(f"{low} = tl.cdiv({greatest(['0', *bounds.low])}, BLOCK_J)")
+        body.line(f"{whole} = tl.maximum({least(bounds.high)} // BLOCK_J - {low}, 0)")
+        body.attach(f"for j0 in range({low} * BLOCK_J, ({low} + {whole}) * BLOCK_J, BLOCK_J):", self.step(Block(body), False))
+        body.comment("and the others, on both sides of them")
+        others = Block(body)
+        others.line(f"j0 = tl.where({number} < {low}, {number}, {number} + {whole}) * BLOCK_J")
+        first = f"{greatest(['0', *bounds.first])} // BLOCK_J"
+        body.attach(f"for {number} in range({first}, tl.cdiv({end}, BLOCK_J) - {whole}):", self.step(others, True))
+
+    def step(self, loop: Block, sight: bool) -> Block:
+        """One block of keys; some of them may be hidden where `sight`."""
+        plan, whole = self.plan, self.key_mask
+        self.key_mask = whole and sight
         loop.line("j = j0 + tl.arange(0, BLOCK_J)")
         if self.key_mask:
             loop.line(f"j_in = j < {self.size(self.keys)}")
-
-        def over(one: str, other: str) -> Printer:
-            tile = self.tile(one, other)
-            outside = replace(tile, bound={s: b for s, b in tile.bound.items() if s != t.J}, masks={})
-            outside.masks = {a: m for a, m in tile.masks.items() if not m.startswith("j_in")}
-            return Printer(builder, loop, tile, Printer(builder, builder.body, outside), hoist=True)
-
-        k = self.operand(over("d", "j"), plan.k, "k", "[BLOCK_D, BLOCK_J]")
-        loop.line(f"scores = tl.dot({q}, {k}{self.ieee}) * {literal(float(plan.scale))[0]}")
-        if plan.softcap:
-            builder.use("tanh")
-            loop.line(f"scores = tanh(scores / {plan.softcap!r}) * {plan.softcap!r}")
-        scores = over("m", "j")
-        scores.expect([e for e in (plan.bias, plan.mask) if e is not None])
-        if plan.bias is not None:
-            loop.line(f"scores += {scores.value(plan.bias).code}")
-        conditions = [f"{scores.tile.masks[1]}"] if 1 in scores.tile.masks else []
-        position = "s[:, None]" if t.S not in self.fixed else "0"
-        if plan.causal:
-            conditions.append(f"(j[None, :] <= {position})")
-        if plan.window:
-            conditions.append(f"(j[None, :] > {position} - {plan.window})")
-        if plan.mask is not None:
-            mask = scores.value(plan.mask)
-            if plan.mask.dtype == torch.bool:
-                conditions.append(mask.at(3))
-            else:
-                loop.line(f"scores += {mask.code}")
-        if conditions:
-            loop.line(f'scores = tl.where({" & ".join(conditions)}, scores, float("-inf"))')
-        new = builder.names.new("new_top")
-        shift = builder.names.new("shift")
-        weights = builder.names.new("weights")
-        decay = builder.names.new("decay")
-        loop.line(f"{new} = tl.maximum(top, tl.max(scores, 1))")
-        loop.comment("while a row has seen no key its maximum is -inf, and no difference may be taken")
-        loop.line(f'{shift} = tl.where({new} == float("-inf"), 0.0, {new})')
-        loop.line(f"{weights} = tl.exp(scores - {shift}[:, None])")
-        loop.line(f"{decay} = tl.exp(top - {shift})")
-        loop.line(f"total = total * {decay} + tl.sum({weights}, 1)")
-        v = self.operand(over("j", "e"), plan.v, "v", "[BLOCK_J, BLOCK_E]")
+        product = ""
+        for part, q in zip(self.d, self.q, strict=True):
+            k = self.operand(self.within(loop, self.tile(part, "j")), plan.k, "k", self.shape(part, "j"))
+            sums = f", {product}" if product else ""
+            product = f"tl.dot({q}, {k}{sums}{self.ieee})"
+            if part is not self.d[-1]:
+                product = f"({product})"
+        self.score(loop, "m", "j", product=product, sight=sight)
+        top = self.builder.names.new("new_top")
+        loop.line(f"{top} = tl.maximum(top, tl.max(scores, 1))")
+        loop.line(f"shift = {self.shift(top)}")
+        loop.line(f"weights = {self.weight('scores', 'shift[:, None]')}")
+        loop.line(f"decay = {self.weight('top', 'shift')}")
+        loop.line("total = total * decay + tl.sum(weights, 1)")
+        weights = "weights"
         if plan.dtype != torch.float32:
-            weights = f"{weights}.to({triton_type(plan.dtype)})"
-        loop.line(f"out = tl.dot({weights}, {v}, out * {decay}[:, None]{self.ieee})")
-        loop.line(f"top = {new}")
-        builder.body.attach(f"for j0 in range({first}, {end}, BLOCK_J):", loop)
+            weights = f"weights.to({triton_type(plan.dtype)})"
+        for part, out in zip(self.e, self.outs, strict=True):
+            v = self.operand(self.within(loop, self.tile("j", part)), plan.v, "v", self.shape("j", part))
+            loop.line(f"{out} = tl.dot({weights}, {v}, {out} * decay[:, None]{self.ieee})")
+        loop.line(f"top = {top}")
+        self.key_mask = whole
+        return loop
+
+
+def greatest(sources: Sequence[str]) -> str:
+    """Source of the greatest of integers."""
+    return _extreme(sources, max, "tl.maximum")
+
+
+def least(sources: Sequence[str]) -> str:
+    """Source of the least of integers."""
+    return _extreme(sources, min, "tl.minimum")
+
+
+def _extreme(sources: Sequence[str], of_numbers, function: str) -> str:
+    numbers = [int(source) for source in sources if source.lstrip("-").isdigit()]
+    parts = [*([str(of_numbers(numbers))] if numbers else []), *(s for s in dict.fromkeys(sources) if not s.lstrip("-").isdigit())]
+    text = parts[0]
+    for part in parts[1:]:
+        text = f"{function}({text}, {part})"
+    return text

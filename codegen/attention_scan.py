@@ -1,0 +1,152 @@
+"""Which keys a block of rows sees, found from the mask alone before any key is read.
+
+A mask is one expression like any other: what a model hides (padding, keys not yet written, all but a window) is not known when a kernel is
+made. It is small beside keys and values, so a program looks through it first, in wide steps whose loads do not wait for each other, and
+then visits no key that every one of its rows is forbidden to see. A key is hidden where a bool mask is false, or where what is added to
+its score is -inf; a large negative number hides nothing: a row of nothing else weighs its keys by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+import torch
+from dsi.ir import tile as t
+
+from .attention_tiles import AttentionTiles
+from .builder import Block
+from .layout import Interner
+from .statistics import divisible
+
+NEVER = 2**31 - 1  # behind every key
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Sources of the first key that some row sees and the end of those (no key: the first is behind the end); and, where asked for, of
+    the keys that every row sees as far as they are an interval, else of an empty one."""
+
+    first: str
+    end: str
+    first_common: str = "0"
+    end_common: str = "0"
+
+
+def rows_of_mask(kernel: AttentionTiles) -> str:
+    """What a mask's rows are: "m" where heads differ, "q" where only queries do, "" where all rows are alike."""
+    interner = Interner()
+    interner.number(kernel.plan.mask)
+    symbols = interner.symbols(kernel.plan.mask) - kernel.fixed.keys()
+    return "m" if t.H in symbols else "q" if t.S in symbols else ""
+
+
+def scannable(kernel: AttentionTiles) -> bool:
+    """Whether the mask may hide some keys and show others."""
+    if kernel.plan.mask is None:
+        return False
+    interner = Interner()
+    interner.number(kernel.plan.mask)
+    return t.J in interner.symbols(kernel.plan.mask)
+
+
+def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], str], end: str, common: bool = False) -> Seen:
+    """Writes the scan of `count` keys, `choice.block_s` a step. `key` gives the source of a key from that of its number among the keys
+    looked at, `end` is the source of an end of all keys."""
+    builder, body, step = kernel.builder, kernel.builder.body, kernel.choice.block_s
+    builder.constant("BLOCK_S", step)
+    one_step = not isinstance(count, str) and count.is_Integer and int(count) <= step
+    names = {name: builder.names.new(name) for name in ("j_seen", "s_seen", "first_seen", "end_seen")}
+    names |= {name: builder.names.new(name) for name in ("first_common", "end_common", "common")} if common else {}
+    body.comment("the keys that any row may see" + (", and those that every row does" if common else ""))
+    rows, all_rows, masked = _rows(kernel, names["s_seen"])
+    if not one_step:
+        body.line(f"{names['first_seen']} = tl.full([BLOCK_S], {NEVER}, tl.int32)")
+        body.line(f"{names['end_seen']} = tl.zeros([BLOCK_S], tl.int32)")
+        if common:
+            body.line(f"{names['first_common']} = tl.full([BLOCK_S], {NEVER}, tl.int32)")
+            body.line(f"{names['end_common']} = tl.zeros([BLOCK_S], tl.int32)")
+            body.line(f"{names['common']} = tl.zeros([BLOCK_S], tl.int32)")
+    block = body if one_step else Block(body)
+    start = builder.names.new("seen")
+    block.line(f"{names['j_seen']} = {key('tl.arange(0, BLOCK_S)' if one_step else f'({start} + tl.arange(0, BLOCK_S))')}")
+    block.line(f"{builder.names.new(names['j_seen'] + '_in')} = {names['j_seen']} < {end}")
+    some, every = _visible(kernel, block, rows, all_rows, masked, names)
+    j = names["j_seen"]
+
+    def gather(name: str, function: str, value: str) -> None:
+        value = f"tl.{function}({value}, 0)" if one_step else value
+        wide = {"min": f"tl.minimum({name}, {value})", "max": f"tl.maximum({name}, {value})", "sum": f"{name} + {value}"}
+        block.line(f"{name} = {value if one_step else wide[function]}")
+
+    found = [("first_seen", "min", f"tl.where({some}, {j}, {NEVER})"), ("end_seen", "max", f"tl.where({some}, {j} + 1, 0)")]
+    if common:
+        found += [("first_common", "min", f"tl.where({every}, {j}, {NEVER})"), ("end_common", "max", f"tl.where({every}, {j} + 1, 0)")]
+        found += [("common", "sum", f"{every}.to(tl.int32)")]
+    for name, function, value in found:
+        gather(names[name], function, value)
+    if not one_step:
+        body.attach(f"for {start} in range(0, {kernel.size(count) if isinstance(count, sympy.Expr) else count}, BLOCK_S):", block)
+        for name, function, _ in found:
+            body.line(f"{names[name]} = tl.{function}({names[name]}, 0)")
+    if not common:
+        return Seen(names["first_seen"], names["end_seen"])
+    body.comment("with a gap between them they count as none")
+    gap = builder.names.new("gapless")
+    body.line(f"{gap} = {names['common']} == {names['end_common']} - {names['first_common']}")
+    for name in ("first_common", "end_common"):
+        body.line(f"{names[name]} = tl.where({gap}, {names[name]}, 0)")
+    return Seen(names["first_seen"], names["end_seen"], names["first_common"], names["end_common"])
+
+
+def _rows(kernel: AttentionTiles, s_seen: str) -> tuple[str, str, bool]:
+    """Writes the queries whose masks are looked at; returns the axis, the number of rows that count, and whether rows are masked."""
+    axis, group, choice, body = rows_of_mask(kernel), kernel.group, kernel.choice, kernel.builder.body
+    if axis == "":
+        return "", "1", False
+    if axis == "m":
+        whole = "BLOCK_M" if kernel.one_block else "row_block * BLOCK_M"
+        rows = kernel.size(kernel.rows)
+        count = rows if kernel.one_block else f"tl.minimum(BLOCK_M, {rows} - {whole})"
+        return "m", count if kernel.row_mask else "BLOCK_M", kernel.row_mask
+    aligned = choice.block_m % group == 0
+    height = choice.block_m // group if aligned else -(-choice.block_m // group) + 1
+    if kernel.one_block:
+        height = int(kernel.queries) if kernel.queries.is_Integer else choice.max_rows or height
+    height = 1 << (height - 1).bit_length()
+    kernel.builder.constant("BLOCK_Q", height)
+    masked = not divisible(kernel.queries, height) or not (aligned or kernel.one_block)
+    first = "" if kernel.one_block else f"{kernel.first_query} + "
+    queries = kernel.size(kernel.queries)
+    body.line(f"{s_seen} = {first}tl.arange(0, BLOCK_Q)")
+    if not masked:
+        return "q", "BLOCK_Q", False
+    body.line(f"{kernel.builder.names.new(s_seen + '_in')} = {s_seen} < {queries}")
+    return "q", queries if kernel.one_block else f"tl.minimum(BLOCK_Q, {queries} - {kernel.first_query})", True
+
+
+def _visible(kernel: AttentionTiles, block: Block, rows: str, count: str, masked: bool, names: dict[str, str]) -> tuple[str, str]:
+    """Writes which keys of a step some row sees, and which every row does; returns the names."""
+    mask, new = kernel.plan.mask, kernel.builder.names.new
+    axes = (rows, "j") if rows else ("j",)
+    renamed = {"j": names["j_seen"], **({"s": names["s_seen"], "q": names["s_seen"]} if rows == "q" else {})}
+    tile = kernel.tile(*axes, names=renamed, masked={"j": True, "q": masked})
+    tile.shape = (*tile.shape[:-1], "BLOCK_S")
+    printer = kernel.within(block, tile)
+    printer.expect([mask])
+    text = printer.value(mask)
+    seen = text.at(3) if mask.dtype == torch.bool else f'({text.at(1)} != float("-inf"))'
+    conditions = [seen, *tile.masks.values()]
+    code = " & ".join(conditions)
+    if text.axes | frozenset(tile.masks) != frozenset(range(len(axes))):
+        code = f"tl.broadcast_to({code}, {tile.dims(range(len(axes)))})"
+    visible = new("visible")
+    block.line(f"{visible} = {code}")
+    if not rows:
+        return visible, visible
+    seeing, some, every = new("rows_that_see"), new("some"), new("every")
+    block.line(f"{seeing} = tl.sum({visible}.to(tl.int32), 0)")
+    block.line(f"{some} = {seeing} > 0")
+    block.line(f"{every} = {seeing} == {count}")
+    return some, every
