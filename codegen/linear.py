@@ -8,6 +8,7 @@ that. The epilogue works on the accumulators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from dsi.ir import tile as t
 
 from .builder import Block, Builder
 from .columns import Columns, U, ceil_div, columns_of
+from .deferred import deferred_norm, unconditional
 from .integers import normalise
 from .kernel import Choice
 from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction
@@ -49,7 +51,8 @@ class Linear:
         # The part of the contracted dimension that a program sums: its size, first element and end ("": all), whether no step is cut off.
         self.span, self.k_start, self.k_end, self.even = sympy.sympify(self.plan.inner), "", "", True
         self.programs: sympy.Expr = sympy.Integer(0)  # programs over columns
-        self.partials = self.arrivals = ""  # workspaces of programs that share a sum
+        self.partials = self.arrivals = self.partial_squares = ""  # workspaces of programs that share a sum
+        self.deferred = deferred_norm(self.plan, choice.schedule)
 
     # ------------------------------------------------------------------------------------------------------------------ tiles
 
@@ -137,7 +140,7 @@ class Linear:
     def statistics(self, block: Block) -> Bases:
         """The passes over x that the prologue's row statistics need."""
         self.block = block
-        if not self.plan.reductions:
+        if not self.plan.reductions or self.deferred is not None:
             return {}
         self.builder.constant("BLOCK_S", self.choice.block_s)
         return row_statistics(self, self.plan.reductions, self.plan.inner, self.choice.block_s, "BLOCK_S")
@@ -200,53 +203,75 @@ class Linear:
         `first`: of the programs' columns."""
         self.limits.update(columns.limits())
         c, masked, lane_in = self.positions(body, columns, start)
+        printers = self.printers(body, columns, c, masked)
+        for printer in printers:
+            printer.expect(store.value for store in segment.stores)
         products = Products(self, body, segment, columns, c, masked)
         if ahead:
             products.ahead()
+            self.load_early(printers, segment, lambda load: load.input in self.spec.constants)
             self.builder.wait(body)
             statistics = self.statistics(body)
             if first:
                 self.row_stores(body, statistics)
+            self.load_early(printers, segment, lambda load: load.input not in self.spec.constants)
         sums = products.run(statistics)
+        done, header = body, ""
         if self.choice.split > 1:
-            header, done = combined(self, body, sums)
-            self.epilogue(done, segment, columns, c, masked, lane_in, sums, statistics)
-            body.attach(header, done)
-        else:
-            self.epilogue(body, segment, columns, c, masked, lane_in, sums, statistics)
-
-    def epilogue(
-        self,
-        body: Block,
-        segment: t.Segment,
-        columns: Columns,
-        c: str,
-        masked: bool,
-        lane_in: str,
-        sums: dict[tuple[int, int], str],
-        statistics: Bases,
-    ) -> None:
-        """What becomes of one segment's sums, part by part."""
-        tile = self.with_statistics(self.tile("rc", {"c": c}, ("c",) if masked else ()), statistics)
-        axes = frozenset(range(len(tile.shape)))
-        tile.accumulators = {key: Text(name, axes) for key, name in sums.items()}
-        tile.columns = columns
-        if columns.groups(self.choice.block_n) > 1 and columns.held:
-            tile.group_start = f"tl.arange(0, BLOCK_N) // {columns.padded} * {columns.padded}"
-        printers = [Printer(self.builder, body, self.part(tile, columns, part)) for part in range(columns.parts)]
+            header, done = combined(self, body, sums, products.squares)
+        if products.squares:
+            self.scale(done, sums, products.squares)
+        axes = frozenset(range(len(printers[0].tile.shape)))
+        for printer in printers:
+            printer.block = done
+            printer.tile.accumulators.update({key: Text(name, axes) for key, name in sums.items()})
         if segment.reductions:
             held_statistics(printers, segment.reductions, columns, self.choice.block_n, lane_in)
         for part, printer in enumerate(printers):
             if columns.parts > 1:
-                body.comment(f"part {part} of {columns.parts}: column {printer.integer(printer.index(t.C))}")
-            printer.expect(store.value for store in segment.stores)
+                done.comment(f"part {part} of {columns.parts}: column {printer.integer(printer.index(t.C))}")
             for store in segment.stores:
                 printer.store(store)
+        if header:
+            body.attach(header, done)
+
+    def printers(self, body: Block, columns: Columns, c: str, masked: bool) -> list[Printer]:
+        """What prints the epilogue, a printer a part."""
+        tile = self.tile("rc", {"c": c}, ("c",) if masked else ())
+        tile.columns = columns
+        if columns.groups(self.choice.block_n) > 1 and columns.held:
+            tile.group_start = f"tl.arange(0, BLOCK_N) // {columns.padded} * {columns.padded}"
+        return [Printer(self.builder, body, self.part(tile, columns, part)) for part in range(columns.parts)]
+
+    def load_early(self, printers: list[Printer], segment: t.Segment, wanted: Callable[[t.Load], bool]) -> None:
+        """Loads what the epilogue will need, so that it does not wait for memory a second time: for a few rows values of columns alone,
+        for one row everything."""
+        roots = [*(store.value for store in segment.stores)]
+        roots += [coord for store in segment.stores for coord in store.coords if isinstance(coord, t.Expr)]
+        for printer in printers:
+            for load in unconditional(roots):
+                if wanted(load) and (self.single or t.R not in printer.interner.symbols(load)):
+                    printer.value(load)
+
+    def scale(self, body: Block, sums: dict[tuple[int, int], str], squares: str) -> None:
+        """Multiplies the sums by the factor of a deferred norm."""
+        (reduction,) = self.plan.reductions
+        count = Printer(self.builder, body, Tile((), {})).integer(normalise(reduction.size), 3)
+        rstd = self.builder.names.new("rstd")
+        body.comment("the norm's factor, which is the same for a whole row")
+        body.line(f"{rstd} = tl.rsqrt({squares} / {count} + {reduction.eps!r})")
+        for name in sums.values():
+            body.line(f"{name} *= {rstd}{'[:, None]' if self.choice.schedule == 'skinny' else ''}")
 
     def part(self, tile: Tile, columns: Columns, part: int) -> Tile:
         """The tile for one part's columns."""
         return replace(
-            tile, fixed={**tile.fixed, t.C: columns.column(part)}, limits={**tile.limits}, statistics=dict(tile.statistics), part=part
+            tile,
+            fixed={**tile.fixed, t.C: columns.column(part)},
+            limits={**tile.limits},
+            statistics=dict(tile.statistics),
+            accumulators=dict(tile.accumulators),
+            part=part,
         )
 
     def positions(self, body: Block, columns: Columns, start: sympy.Expr) -> tuple[str, bool, str]:

@@ -18,8 +18,9 @@ from dsi.ir.errors import refuse
 
 from .builder import Block, triton_type
 from .columns import Columns
+from .deferred import unconditional
 from .integers import normalise
-from .printer import Printer, unrounded
+from .printer import Printer, Tile, unrounded
 from .statistics import Straight, divisible
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 LINE = 128  # bytes that one prefetch asks for
 Sums = dict[tuple[int, int], str]  # names of accumulators by (window, part)
+Tiles = dict[tuple[int, int], tuple[str, frozenset[int]]]  # names and axes of weights' tiles by (window, part)
 
 
 class Products:
@@ -40,8 +42,11 @@ class Products:
         # Elements of the contracted dimension that this program sums; all of them where it is not shared.
         self.span = self.inner if self.choice.split == 1 else linear.span
         self.straight = self.span.is_Integer and int(self.span) <= self.choice.block_k
-        self.first: dict[tuple[int, int], tuple[str, frozenset[int]]] = {}  # the tiles loaded ahead, by window and part
+        self.first: Tiles = {}  # the tiles loaded ahead
         self.k = ""  # the block variable of the first step, where it is written already
+        self.x_printer: Printer | None = None  # where one step covers everything: what prints x
+        self.x = linear.deferred or unrounded(self.plan.x, self.plan.x_dtype)
+        self.squares = ""  # the sum of squares of a deferred norm
 
     # ------------------------------------------------------------------------------------------------------------------- ahead
 
@@ -50,10 +55,16 @@ class Products:
         if any(window.weight not in self.spec.constants for window in self.segment.windows):
             return
         if self.schedule == "gemv":
-            self.k = self.steps_at(self.body, "k" if self.straight else "k_first", self.start())
+            self.k = self.steps_at(self.body, "k" if self.straight else "k_first", self.linear.k_start)
             self.first = self.load_tiles(self.body, self.body, self.k)
-        elif self.choice.prefetch:
+        if self.choice.prefetch and not self.straight:
             self.prefetch()
+        if self.schedule == "gemv" and self.straight:
+            self.x_printer = self.step_printer(self.outer({}), {})
+            self.x_printer.expect([self.x])
+            for load in unconditional([self.x]):
+                if load.input in self.spec.constants:
+                    self.x_printer.value(load)
 
     def prefetch(self) -> None:
         """Asks for the first bytes of each row of the weights, a line at a time."""
@@ -63,10 +74,10 @@ class Products:
         if any(window.kn for window in self.segment.windows) or not count:
             return
         k = names.new("line")
-        start = self.start()
-        guarded.line(f"{k} = {f'{start} + ' if start else ''}tl.arange(0, {count}) * {LINE // itemsize}")
+        start = [self.linear.k_start, "BLOCK_K" if self.schedule == "gemv" else ""]  # gemv has its first tile already
+        guarded.line(f"{k} = {' + '.join([*filter(None, start), f'tl.arange(0, {count})'])} * {LINE // itemsize}")
         masks = ("c",) if self.masked else ()
-        if not divisible(self.span, count * LINE // itemsize):
+        if self.schedule == "gemv" or not divisible(self.span, count * LINE // itemsize):
             guarded.line(f"{k}_in = {k} < {self.linear.k_end or self.size()}")
             masks = (*masks, "k")
         for part in range(self.columns.parts):
@@ -91,11 +102,10 @@ class Products:
 
     def run(self, statistics: Bases) -> Sums:
         """The loop over the contracted dimension; returns the fp32 sums by window and part, [rows, columns] ([columns] for a single
-        row)."""
+        row), and sets `squares` where a norm is deferred."""
         sums = self.zeros()
-        outer = Printer(self.builder, self.body, self.linear.with_statistics(self.linear.tile("r"), statistics))
         current = self.held() if self.schedule == "gemv" and not self.straight else {}
-        with self.loop(outer, statistics) as printer:
+        with self.loop(statistics) as printer:
             k = printer.tile.bound[t.K].code.split("[")[0]
             if self.schedule != "gemv":
                 self.matrix_step(printer, k, sums)
@@ -108,7 +118,14 @@ class Products:
                 self.vector_step(printer, current, sums)
                 for key, (name, _) in current.items():
                     printer.block.line(f"{name} = {ahead[key][0]}")
-        return self.finish(sums)
+        for name in sums.values():
+            if self.schedule == "gemv":
+                self.body.line(f"{name} = tl.sum({name}, {1 if self.linear.single else 2})")
+            elif self.schedule == "skinny":
+                self.body.line(f"{name} = tl.trans({name})")
+        if self.squares:
+            self.body.line(f"{self.squares} = tl.sum({self.squares}, {2 if self.schedule == 'gemv' and not self.linear.single else 1})")
+        return sums
 
     def zeros(self) -> Sums:
         """The accumulators, all zero."""
@@ -121,12 +138,16 @@ class Products:
                 suffix = f"_{part}" if self.columns.parts > 1 else ""
                 sums[(number, part)] = self.builder.names.new(f"sum_{self.spec.inputs[window.weight].name}{suffix}")
                 self.body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
+        if self.linear.deferred is not None:
+            rows = "[1, BLOCK_K]" if self.linear.single else "[BLOCK_M, 1, BLOCK_K]" if self.schedule == "gemv" else "[BLOCK_M, BLOCK_K]"
+            self.squares = self.builder.names.new("squares")
+            self.body.line(f"{self.squares} = tl.zeros({rows}, tl.float32)")
         return sums
 
-    def held(self) -> dict[tuple[int, int], tuple[str, frozenset[int]]]:
+    def held(self) -> Tiles:
         """The tiles that the loop multiplies next, in variables of their own."""
         if not self.first:
-            self.k = self.steps_at(self.body, "k_first", self.start())
+            self.k = self.steps_at(self.body, "k_first", self.linear.k_start)
             self.first = self.load_tiles(self.body, self.body, self.k)
         held = {}
         for key, (name, axes) in self.first.items():
@@ -134,20 +155,7 @@ class Products:
             self.body.line(f"{held[key][0]} = {name}")
         return held
 
-    def finish(self, sums: Sums) -> Sums:
-        """The sums as [rows, columns]."""
-        for name in sums.values():
-            if self.schedule == "gemv":
-                self.body.line(f"{name} = tl.sum({name}, {1 if self.linear.single else 2})")
-            elif self.schedule == "skinny":
-                self.body.line(f"{name} = tl.trans({name})")
-        return sums
-
     # ------------------------------------------------------------------------------------------------------------------- steps
-
-    def start(self) -> str:
-        """Where this program's part of the contracted dimension starts; "" for its beginning."""
-        return self.linear.k_start
 
     def size(self) -> str:
         return Printer(self.builder, self.body, self.linear.tile("r")).integer(normalise(self.inner), 1)
@@ -166,29 +174,42 @@ class Products:
             block.line(f"{k}_in = {k} < {self.linear.k_end or self.size()}")
         return k
 
-    def loop(self, outer: Printer, statistics: Bases) -> AbstractContextManager[Printer]:
-        """The steps over the contracted dimension, printing over the tile of x."""
-        linear = self.linear
-        masked = self.mask_needed()
+    def outer(self, statistics: Bases) -> Printer:
+        return Printer(self.builder, self.body, self.linear.with_statistics(self.linear.tile("r"), statistics))
+
+    def x_tile(self, k: str, statistics: Bases) -> tuple[Tile, Tile]:
+        """The tile of x at step `k`, and as it is outside of the loop."""
         layout = "rck" if self.schedule == "gemv" else "rk"
+        masks = ("k",) if self.mask_needed() else ()
+        tile = self.linear.with_statistics(self.linear.tile(layout, {"k": k}, masks), statistics)
+        return tile, self.linear.with_statistics(self.linear.tile_without(tile), statistics)
+
+    def step_printer(self, outer: Printer, statistics: Bases) -> Printer:
+        """What prints x where one step covers everything."""
+        tile, around = self.x_tile(self.k, statistics)
+        return Printer(self.builder, self.body, tile, outer.on(around))
+
+    def loop(self, statistics: Bases) -> AbstractContextManager[Printer]:
+        """The steps over the contracted dimension, printing over the tile of x."""
+        linear, outer = self.linear, self.outer(statistics)
         if self.straight:
-            k = self.k or self.steps_at(self.body, "k", self.start())
-            tile = linear.with_statistics(linear.tile(layout, {"k": k}, ("k",) if masked else ()), statistics)
-            around = outer.on(linear.with_statistics(linear.tile_without(tile), statistics))
-            return Straight(Printer(self.builder, self.body, tile, around))
+            self.k = self.k or self.steps_at(self.body, "k", linear.k_start)
+            printer = self.x_printer or self.step_printer(outer, statistics)
+            printer.tile.statistics.update(self.x_tile(self.k, statistics)[0].statistics)
+            return Straight(printer)
         k = self.builder.names.new("k")
         k0 = self.builder.names.new("k0")
         first = [f"{k} = {k0} + tl.arange(0, BLOCK_K)"]
-        if masked:
+        if self.mask_needed():
             self.builder.names.new(f"{k}_in")
             first.append(f"{k}_in = {k} < {linear.k_end or self.size()}")
-        tile = linear.with_statistics(linear.tile(layout, {"k": k}, ("k",) if masked else ()), statistics)
-        around = outer.on(linear.with_statistics(linear.tile_without(tile), statistics))
-        return around.loop(f"for {k0} in range({self.start() or '0'}, {linear.k_end or self.size()}, BLOCK_K):", tile, first)
+        tile, around = self.x_tile(k, statistics)
+        header = f"for {k0} in range({linear.k_start or '0'}, {linear.k_end or self.size()}, BLOCK_K):"
+        return outer.on(around).loop(header, tile, first)
 
     def load_tiles(
         self, block: Block, body: Block, k: str, hoist: bool = False
-    ) -> dict[tuple[int, int], tuple[str, frozenset[int]]]:
+    ) -> Tiles:
         """Loads the tiles of every window and part at step `k`: names and axes."""
         gemv = self.schedule == "gemv"
         layout = "rck" if gemv else "ck" if self.schedule == "skinny" else "kc"
@@ -228,26 +249,39 @@ class Products:
     # ---------------------------------------------------------------------------------------------------------------- operands
 
     def rows(self, printer: Printer) -> str:
-        """The block of x: the prologue at (r, k), rounded to the operand's dtype."""
-        plan, gemv = self.plan, self.schedule == "gemv"
-        x = unrounded(plan.x, plan.x_dtype)
+        """The block of x: the prologue at (r, k), rounded to the operand's dtype (not where a norm is deferred and sums are fp32)."""
+        plan, x, gemv = self.plan, self.x, self.schedule == "gemv"
         bare = isinstance(x, t.Load) and x.dtype == plan.x_dtype
         printer.expect([x])
         text = printer.load(x, raw=not gemv) if isinstance(x, t.Load) and bare else printer.value(x, name=True)
         k_axis = max(printer.tile.bound[t.K].axes)
         code = text.code
         rounded = f".to({triton_type(plan.x_dtype)})" + (".to(tl.float32)" if gemv else "") if plan.x_dtype != torch.float32 else ""
+        if gemv and self.linear.deferred is not None:
+            rounded = ""
         if not bare:
-            code = f"{text.at(3)}{rounded}"
+            code = f"{text.at(3)}{rounded}" if rounded else code
             if k_axis in printer.tile.masks:
                 # Beyond the last element the prologue of 0 need not be 0.
                 code = f"tl.where({printer.tile.masks[k_axis]}, {text.code}, 0.0){rounded}"
         axes = text.axes if gemv else frozenset((0, 1))
         if not gemv and text.axes != axes:
             code = f"tl.broadcast_to({code}, [BLOCK_M, BLOCK_K])"
+        if self.linear.deferred is not None:
+            self.square(printer)
         return code if code == text.code else printer.statement(code, axes, "x").code
 
-    def vector_step(self, printer: Printer, tiles: dict[tuple[int, int], tuple[str, frozenset[int]]], sums: Sums) -> None:
+    def square(self, printer: Printer) -> None:
+        """One step of the sum of squares of a deferred norm."""
+        (reduction,) = self.plan.reductions
+        value = printer.value(reduction.body, name=True)
+        k_axis = max(printer.tile.bound[t.K].axes)
+        code = value.at(1)
+        if k_axis in printer.tile.masks and (not isinstance(reduction.body, t.Load) or k_axis not in value.axes):
+            code = printer.statement(f"tl.where({printer.tile.masks[k_axis]}, {value.code}, 0.0)", value.axes | {k_axis}, "x").code
+        printer.block.line(f"{self.squares} += {code} * {code}")
+
+    def vector_step(self, printer: Printer, tiles: Tiles, sums: Sums) -> None:
         """One step of fp32 multiply-adds."""
         x = self.rows(printer)
         for key, (name, _) in tiles.items():

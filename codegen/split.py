@@ -32,14 +32,16 @@ def shares(linear: Linear) -> None:
     body.line(f"{linear.k_end} = {end if linear.even else f'tl.minimum({end}, {inner})'}")
 
 
-def combined(linear: Linear, body: Block, sums: Sums) -> tuple[str, Block]:
+def combined(linear: Linear, body: Block, sums: Sums, squares: str) -> tuple[str, Block]:
     """Stores a program's partial sums; returns the condition that all have arrived, and the block under it, which starts with the sums
-    added up."""
+    added up. `squares` names the sum of squares of a deferred norm, "" where there is none."""
     builder, choice, names = linear.builder, linear.choice, linear.builder.names
     size = choice.block_n * (1 if linear.single else choice.block_m)
     if not linear.partials:
         each = choice.split * linear.most_sums * size
         linear.partials = builder.workspace("partial_sums", linear.programs * each, "float32")
+        if squares:
+            linear.partial_squares = builder.workspace("partial_squares", linear.programs * choice.split * choice.block_m, "float32")
         linear.arrivals = builder.workspace("arrived", linear.programs, "int32", zeroed=True)
     at = names.new("at")
     place = "tl.arange(0, BLOCK_N)" if linear.single else "tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]"
@@ -48,6 +50,12 @@ def combined(linear: Linear, body: Block, sums: Sums) -> tuple[str, Block]:
     body.line(f"{at} = {linear.partials} + {linear.program} * (SPLIT * {stride}) + {place}")
     for number, name in enumerate(sums.values()):
         body.line(f"tl.store({at} + tl.program_id(2) * {stride} + {number * size}, {name})")
+    if squares:
+        row = {"skinny": "tl.arange(0, BLOCK_M)", "gemv": "tl.arange(0, 1)" if linear.single else "tl.arange(0, BLOCK_M)[:, None]"}
+        at_row = names.new("at_row")
+        rows = row[choice.schedule]
+        body.line(f"{at_row} = {linear.partial_squares} + {linear.program} * (SPLIT * {choice.block_m}) + {rows}")
+        body.line(f"tl.store({at_row} + tl.program_id(2) * {choice.block_m}, {squares})")
     body.line("tl.debug_barrier()")
     arrived = names.new("arrived_before")
     body.line(f'{arrived} = tl.atomic_add({linear.arrivals} + {linear.program}, 1, sem="acq_rel")')
@@ -56,9 +64,13 @@ def combined(linear: Linear, body: Block, sums: Sums) -> tuple[str, Block]:
     shape = "[BLOCK_N]" if linear.single else "[BLOCK_M, BLOCK_N]"
     for name in sums.values():
         done.line(f"{name} = tl.zeros({shape}, tl.float32)")
+    if squares:
+        done.line(f"{squares} = tl.zeros({squares}.shape, tl.float32)")
     share = names.new("share")
     loop = Block(done)
     for number, name in enumerate(sums.values()):
         loop.line(f'{name} += tl.load({at} + {share} * {stride} + {number * size}, cache_modifier=".cg")')
+    if squares:
+        loop.line(f'{squares} += tl.load({at_row} + {share} * {choice.block_m}, cache_modifier=".cg")')
     done.attach(f"for {share} in range(SPLIT):", loop)
     return f"if {arrived} == SPLIT - 1:", done

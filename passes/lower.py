@@ -21,7 +21,6 @@ from dsi.ir.context import Context
 from dsi.ir.region import Region
 from dsi.ir.source import source_line
 from dsi.ir.spec import Aliases, output_aliases
-from dsi.ir.tile import LinearPlan
 from torch import fx
 
 _COPY = torch.ops.aten.copy_.default
@@ -58,12 +57,11 @@ def lower(gm: fx.GraphModule, context: Context) -> None:
     written = _written(gm.graph)
     for node in gm.graph.nodes:
         if isinstance(region := node.meta.get("region"), Region) and region.plan is not None:
-            weights = {w.weight for s in region.plan.segments for w in s.windows} if isinstance(region.plan, LinearPlan) else set()
-            constants = frozenset(n for n in weights if isinstance(node.args[n], fx.Node) and _is_constant(node.args[n], written))
+            constants = frozenset(n for n, arg in enumerate(node.args) if isinstance(arg, fx.Node) and _is_constant(arg, written))
             region.spec = analysis.kernel_spec(region.name, region.body, region.plan, constants)
-            if constants != weights and region.key:
-                # Equal bodies are not served by one kernel where one's weights are constants and another's are results.
-                region.key += "-" + "-".join(map(str, sorted(constants)))
+            if region.key:
+                # Equal bodies are not served by one kernel where other inputs are constants.
+                region.key += f"-{sum(1 << number for number in constants):x}"
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:

@@ -1,0 +1,78 @@
+"""What of a linear's plan may be computed at another time than where it stands: a norm after the product, loads before the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from dsi.ir import tile as t
+
+from .layout import children
+from .pointwise import is_float
+
+
+def deferred_norm(plan: t.LinearPlan, schedule: str) -> t.Expr | None:
+    """The prologue without its factor 1 / rms, where the sums can be multiplied by it instead; None where they cannot.
+
+    Rows are then read once: their squares are summed in the same loop as the products. x is rounded to the operand's dtype before the
+    factor instead of after it, which is no less exact, but fp16 could overflow there: its products on the matrix units keep the norm
+    where it is. Differences from a mean (LayerNorm) do not commute with the product without cancellation, and stay.
+    """
+    if len(plan.reductions) != 1 or plan.reductions[0].kind != "rms" or schedule not in ("gemv", "skinny"):
+        return None
+    if schedule == "skinny" and plan.x_dtype == torch.float16:
+        return None
+    if any(mentions(store.value) for store in plan.row_stores) or not is_float(plan.x.dtype):
+        return None
+    return without_factor(plan.x)
+
+
+def without_factor(expr: t.Expr) -> t.Expr | None:
+    """A product without its factor `Statistic`; None if it is not such a product. Roundings between its factors go, too."""
+    if not isinstance(expr, t.Op):
+        return None
+    if expr.name == "cast" and is_float(expr.dtype) and is_float(expr.args[0].dtype):
+        return without_factor(expr.args[0])
+    if expr.name != "mul":
+        return None
+    for one, other in (expr.args, expr.args[::-1]):
+        if mentions(other):
+            continue
+        if isinstance(one, t.Statistic):
+            return other
+        rest = without_factor(one)
+        if rest is not None:
+            return t.Op("mul", (rest, other), torch.float32)
+    return None
+
+
+def mentions(expr: t.Expr) -> bool:
+    """Whether a row statistic occurs in an expression."""
+    seen: set[int] = set()
+    stack = [expr]
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, t.Statistic):
+            return True
+        stack.extend(children(part))
+    return False
+
+
+def unconditional(roots: Iterable[t.Expr]) -> Iterator[t.Load]:
+    """The loads that an expression needs whatever a condition in it says, at the point itself."""
+    seen: set[int] = set()
+    stack = list(roots)
+    while stack:
+        expr = stack.pop()
+        if id(expr) in seen:
+            continue
+        seen.add(id(expr))
+        if isinstance(expr, t.Load):
+            yield expr
+        if isinstance(expr, t.Op) and expr.name == "where":
+            stack.append(expr.args[0])
+        elif not isinstance(expr, t.Permuted):
+            stack.extend(children(expr))
