@@ -68,6 +68,50 @@ def explain(
         raise typer.Exit(1) from None
 
 
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder with a Hugging Face model and its tokenizer, or a hub id such as org/model.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after so many tokens at the latest.")] = 128,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Draw tokens at this temperature; 0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest tokens that add up to p.")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among tokens at least p times as likely as the best.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Make what was said less likely (above 1).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of what is drawn.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16 or int8. auto: the checkpoint's on a GPU, fp32 on a CPU.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Left out: a GPU where there is one.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message: use the tokenizer's chat template.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Compile nothing, to compare.")] = False,
+) -> None:
+    """Continue a text with a Hugging Face model, compiled; greedily, unless an option says how to draw. It goes to standard output."""
+    from rich.console import Console
+
+    from dsi.engine import text
+    from dsi.engine.dtypes import dtype_of
+    from dsi.ir.errors import DsiError
+
+    notes = Console(stderr=True, highlight=False)
+    drawn: dict[str, Any] = {} if temperature == 0 else dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = text.Sampling(**drawn, repetition_penalty=repetition_penalty, seed=seed)
+    try:
+        with notes.status(f"loading {model}"):
+            loaded, tokenizer = text.load(model, dtype, device)
+        made = text.stream(
+            *(loaded, tokenizer, sys.stdin.read() if prompt == "-" else prompt, lambda part: typer.echo(part, nl=False)),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            chat=chat,
+            compiled=not eager,
+            dtype=None if dtype == "auto" else dtype_of(dtype),
+        )
+    except (DsiError, NotImplementedError) as error:
+        typer.echo(f"dsi: {str(error).removeprefix('dsi: ')}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo()
+    notes.print(f"[dim]{made}[/dim]")
+
+
 def _console() -> Any:
     from rich.console import Console
 

@@ -9,7 +9,7 @@ from dsi.ir.errors import DsiError
 
 
 class ConfigError(DsiError, ValueError):
-    """A mistake in what `init_inference` was given, found before the model is touched. A ValueError too, which scripts may already catch."""
+    """A mistake in what `init_inference` was given, found before the model is touched. A ValueError too: scripts may catch that."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

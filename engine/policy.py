@@ -1,4 +1,4 @@
-"""`injection_policy`: which linears' results are summed over GPUs. On one GPU nothing is summed, so it is checked and otherwise not used."""
+"""`injection_policy`: which linears' results are summed over GPUs. On one GPU nothing is summed, so it is checked and no more."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class InferenceEngine(nn.Module):
         return next(floats, torch.get_default_dtype())
 
     def train(self, mode: bool = True) -> InferenceEngine:
-        """Eval mode, whatever `mode` is: a model around the engine may switch between the two. `engine.module.train()` does what it says."""
+        """Eval mode, whatever `mode` is: a model around the engine may switch between the two. `engine.module.train()` obeys."""
         if mode:
             warn("dsi: an inference engine stays in eval mode; train its module instead (engine.module)")
         return super().train(False)
@@ -72,7 +72,7 @@ class InferenceEngine(nn.Module):
                 raise
         if name == "generate" and not hasattr(module, "generate"):
             raise AttributeError(
-                f"this engine has no generate: {type(module).__name__} is no transformers model that generates (engine(...) runs its forward)"
+                f"this engine has no generate: {type(module).__name__} is no transformers model that can (engine(...) runs its forward)"
             )
         return getattr(module, name)
 

@@ -1,0 +1,197 @@
+"""Text in, text out: a model and its tokenizer loaded by name, and a continuation streamed. What `dsi generate` does."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from dsi.ir.errors import DsiError
+
+from .dtypes import dtype_of
+from .inference import init_inference
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; greedily where nothing is given."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+
+    def apply(self, config: Any) -> None:
+        """Write it into a GenerationConfig, whose own ways of drawing give way."""
+        drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        config.do_sample = any(value is not None for value in drawn.values())
+        fresh = type(config)()
+        for name, value in drawn.items():
+            setattr(config, name, getattr(fresh, name) if value is None else value)
+        if self.repetition_penalty is not None:
+            config.repetition_penalty = self.repetition_penalty
+
+
+@dataclass
+class Streamed:
+    """What a call of `stream` made, and when: seconds since it began for the first token, and for all of them."""
+
+    tokens: int = 0
+    first: float = 0.0
+    total: float = 0.0
+    text: str = ""
+    began: float = field(default_factory=time.perf_counter)
+
+    def __str__(self) -> str:
+        after = self.total - self.first
+        speed = f", then {(self.tokens - 1) / after:.1f} tokens/s" if self.tokens > 1 and after > 0 else ""
+        return f"{self.tokens} tokens; the first after {self.first:.2f} s{speed}"
+
+
+def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+    """The model and tokenizer of a folder, or of a hub id. dtype "auto": the checkpoint's on a GPU, float32 on a CPU.
+
+    Raises `DsiError`, a sentence, where there is no such model, or none that generates.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise DsiError(f"generating needs transformers: pip install 'dsi[hf]' ({error})") from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    place = _device(device)
+    wanted: Any = "auto"
+    if dtype != "auto":
+        try:
+            wanted = dtype_of(dtype)
+        except ValueError as error:
+            raise DsiError(f"--dtype {dtype!r}: {error}") from None
+    elif place.type == "cpu":
+        wanted = torch.float32
+    _check_folder(name)
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        both = getattr(config, "is_encoder_decoder", False)
+        kind = transformers.AutoModelForSeq2SeqLM if both else transformers.AutoModelForCausalLM
+        model = kind.from_pretrained(name, dtype=torch.float32 if wanted == torch.int8 else wanted)
+    except (OSError, ValueError) as error:
+        raise DsiError(_why(name, error)) from None
+    return model.to(place), tokenizer
+
+
+def stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    write: Callable[[str], None],
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    chat: bool = False,
+    compiled: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Streamed:
+    """Continue `prompt`, handing the text to `write` as it is made.
+
+    chat: the prompt is a user's message, put into the tokenizer's chat template. compiled: False runs transformers' own loop, uncompiled.
+    dtype: what the engine casts to, None for what the model has. Raises `DsiError` for a prompt or settings that the model refuses.
+    """
+    inputs = _encoded(tokenizer, prompt, chat).to(model.device)
+    length = inputs["input_ids"].shape[1]
+    if length == 0:
+        raise DsiError("the prompt holds no token: say something")
+    given: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": compiled}
+    if compiled:
+        given["max_out_tokens"] = length + max_new_tokens + 1
+    if model.device.type == "cpu" and torch.cuda.is_available():
+        given["keep_module_on_host"] = True
+    engine = init_inference(model, **given)
+    settings = copy.deepcopy(engine.generation_config)
+    settings.max_new_tokens, settings.max_length = max_new_tokens, None
+    sampling = sampling or Sampling()
+    sampling.apply(settings)
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed)
+    made = Streamed()
+    try:
+        engine.generate(**inputs, generation_config=settings, streamer=_streamer(tokenizer, made, write))
+    except ValueError as error:
+        raise DsiError(str(error)) from error
+    made.total = time.perf_counter() - made.began
+    return made
+
+
+def _streamer(tokenizer: Any, made: Streamed, write: Callable[[str], None]) -> Any:
+    """A streamer that hands text on as words are complete, and counts tokens."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def __init__(self) -> None:
+            # The loop hands over the prompt first; an encoder-decoder's, the token that starts its decoder.
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+        def put(self, value: torch.Tensor) -> None:
+            if not self.next_tokens_are_prompt:
+                made.tokens += value.numel()
+                made.first = made.first or time.perf_counter() - made.began
+            super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            made.text += text
+            write(text)
+
+    return Streamer()
+
+
+def _encoded(tokenizer: Any, prompt: str, chat: bool) -> Any:
+    if not chat:
+        return tokenizer(prompt, return_tensors="pt")
+    if not getattr(tokenizer, "chat_template", None):
+        raise DsiError("this tokenizer has no chat template: leave --chat, and write the prompt as the model expects it")
+    message = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DsiError(f"--device {name!r} names no device; give cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DsiError(f"--device {name}: torch sees no CUDA GPU here")
+    return device
+
+
+def _check_folder(name: str) -> None:
+    """Say early what is wrong with a path: the hub's errors speak of ids."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise DsiError(f"the folder {name} has no config.json: give one that save_pretrained wrote, or a hub id such as org/model")
+    elif path.exists():
+        raise DsiError(
+            f"{name} is a file; give the folder of a model (with config.json, weights and tokenizer), or a hub id such as org/model"
+        )
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise DsiError(f"there is no folder {name}; give the folder of a model, or a hub id such as org/model")
+
+
+def _why(name: str, error: Exception) -> str:
+    """The sentence for what transformers raised while it loaded `name`."""
+    first = str(error).strip().splitlines()[0]
+    if Path(name).is_dir():
+        return f"the model in {name} cannot be loaded to generate text: {first}"
+    offline = (
+        " HF_HUB_OFFLINE is set, so that only what was fetched before is found." if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""
+    )
+    return f"{name!r} is no folder here, and the hub gave no such model.{offline} transformers says: {first}"
