@@ -27,8 +27,10 @@ class Options(BaseModel):
     fuel: int | None = Field(None, ge=0, description="Stop after this many rewrites, to bisect a miscompile (environment: DSI_FUEL).")
     library: bool = Field(True, description="Whether a library kernel (cuBLAS, SDPA) may be used for a region where it is a candidate.")
     cuda_graphs: bool = Field(
-        False,
-        description='Whether the modes "reduce-overhead" and "max-autotune" record CUDA graphs. Off until it has been proven on a device.',
+        True, description='Whether the modes "reduce-overhead" and "max-autotune" record CUDA graphs, so that a call is one launch.'
+    )
+    tuning: float = Field(
+        60.0, ge=0, description='Seconds that the "max-autotune" modes may spend on trying kernels on the device, in one compilation.'
     )
     rules: tuple[Any, ...] = Field((), description="Further rules (dsi.Rule classes) for this compilation.")
     cache: bool = Field(True, description="Whether kernels and choices are cached on disk (environment: DSI_CACHE=0).")

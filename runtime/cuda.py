@@ -35,17 +35,14 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     index = torch.cuda.current_device() if index is None else index
     with timed(context, "kernels"), torch.cuda.device(index):
         program = build(gm, example_inputs, generated_kernels(context, torch.device("cuda", index)))
-    if context.options.mode.startswith("max-autotune"):
-        context.report.notes.append("nothing is tuned on the device yet: the kernels have the block sizes that the cost model ranks first")
     run: Boxed = program
-    if context.options.mode in GRAPHED_MODES and not context.options.cuda_graphs:
-        context.report.notes.append(
-            f"mode {context.options.mode!r}: every kernel is launched by itself; cuda_graphs=True records CUDA graphs"
-        )
-    elif context.options.mode in GRAPHED_MODES and (reason := why_not_graphed(gm, example_inputs)):
-        context.report.notes.append(f"mode {context.options.mode!r}: every kernel is launched by itself: {reason}")
-    elif context.options.mode in GRAPHED_MODES:
-        run = GraphedProgram(program, example_inputs, static_input_indices(), written_inputs(gm), context)
+    mode = context.options.mode
+    if mode in GRAPHED_MODES:
+        reason = why_not_graphed(gm, example_inputs) if context.options.cuda_graphs else "cuda_graphs=False"
+        if reason:
+            context.report.notes.append(f"mode {mode!r}: every kernel is launched by itself: {reason}")
+        else:
+            run = GraphedProgram(program, example_inputs, static_input_indices(), written_inputs(gm), context)
 
     def call(inputs: list[Any]) -> Sequence[Any]:
         with torch.cuda.device(index):
@@ -82,7 +79,7 @@ def generated_kernels(context: Context, device: torch.device | str) -> Kernels:
     disk = DiskCache(device_name(context), context.options.cache)
     here = torch.device(device)
 
-    def kernels(region: Region, values: Sequence[Any], sizes: Sizes) -> RegionKernel | None:
+    def kernels(region: Region, values: Sequence[Any], sizes: Sizes, overlaps: bool = False) -> RegionKernel | None:
         found: Any = kernels_for(region, context)
         tensors = [*zip(region.inputs, values, strict=True), *((node, node.meta["val"]) for node in region.outputs)]
         elsewhere = [f"{node} on {value.device}" for node, value in tensors if _is_tensor(value) and _place(value.device) != _place(here)]
@@ -92,7 +89,7 @@ def generated_kernels(context: Context, device: torch.device | str) -> Kernels:
             if found not in context.report.unfused:
                 context.report.unfused.append(found)
             return None
-        return GeneratedKernel(found, values, sizes, disk)
+        return GeneratedKernel(found, values, sizes, disk, here, overlaps)
 
     return kernels
 

@@ -24,12 +24,16 @@ from dsi.ir.context import Context
 from dsi.ir.region import Region
 from torch import fx
 
+from .addresses import Addresses, Memory, Others
+from .workspaces import recording, stream_of
+
 log = logging.getLogger("dsi.runtime")
 
 GRAPHS = 16  # graphs that one program keeps; the least recently used one gives way
 REMEMBERED = 64  # keys that were seen once and may come again
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
+Fits = Callable[[list[Any], Hashable, Hashable], bool]  # (inputs, place, sizes) -> whether a graph is the one for that call
 
 
 class Recorder(Protocol):
@@ -52,8 +56,7 @@ class CudaRecorder:
         self._pools: dict[Hashable, Any] = {}
 
     def place(self) -> Hashable:
-        stream = torch.cuda.current_stream()
-        return (stream.device_index, stream.cuda_stream)
+        return stream_of(torch.device("cuda"))
 
     def may_record(self) -> bool:
         return not torch.cuda.is_current_stream_capturing()
@@ -91,12 +94,14 @@ class GraphedProgram:
     ):
         self.program = program
         self.recorder = recorder or CudaRecorder()
-        self._written = tuple(written)
-        self._pinned = set(static) | set(written)
-        self._symbolic = tuple(number for number, value in enumerate(example_inputs) if _is_symbolic(value))
+        tensors = {number for number, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)}
+        self._written = sorted(tensors & set(written))
+        self._pinned = Addresses(sorted(tensors & (set(static) | set(written))))
+        self._others = Others(example_inputs, sorted(tensors - set(self._pinned.numbers)))
         self._context = context
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._latest: _Graph | None = None
         self._lock = threading.RLock()
         self._refused = False
         self.launched = 0  # graphs launched so far
@@ -104,41 +109,46 @@ class GraphedProgram:
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         if self._refused or not self.recorder.may_record():
             return self.program(inputs)
-        pinned = self._pinned_now(inputs)
-        place = self.recorder.place()
-        key = self._key(inputs, pinned, place)
+        place, sizes = self.recorder.place(), self._others.sizes(inputs)
         # Held until the work is queued: inputs that are copied in must not be replaced before the replay that reads them is.
         with self._lock:
-            graph = self._graphs.get(key)
-            if graph is None:
-                if not self._comes_again(key):
-                    return self.program(inputs)
-                graph = self._record(inputs, pinned, place)
+            graph = self._latest
+            if graph is None or not graph.fits(inputs, place, sizes):
+                graph = self._find(inputs, place, sizes)
                 if graph is None:
                     return self.program(inputs)
-                self._graphs[key] = graph
-                if len(self._graphs) > GRAPHS:
-                    self._graphs.popitem(last=False)
-            self._graphs.move_to_end(key)
+                self._latest = graph
             self.launched += 1
             return graph.run(inputs)
 
-    def _key(self, inputs: Sequence[Any], pinned: frozenset[int] | set[int], place: Hashable) -> Hashable:
-        addresses = tuple(inputs[number].data_ptr() for number in sorted(pinned) if isinstance(inputs[number], torch.Tensor))
-        sizes = tuple(
-            (tuple(inputs[n].shape), inputs[n].stride()) if isinstance(inputs[n], torch.Tensor) else inputs[n] for n in self._symbolic
-        )
-        return place, addresses, sizes, frozenset(pinned - self._pinned)
+    def _find(self, inputs: list[Any], place: Hashable, sizes: Hashable) -> _Graph | None:
+        """The graph of this call, recorded now if its key has been seen before; None where the program is to run as it is."""
+        written = Memory([inputs[number] for number in self._written])
+        more = self._others.among(inputs, written)
+        key = (place, sizes, more, self._pinned.of(inputs), Addresses(more).of(inputs))
+        graph = self._graphs.get(key)
+        if graph is None:
+            if not self._comes_again(key):
+                return None
+            graph = self._record(inputs, more, place)
+            if graph is None:
+                return None
+            graph.fits = self._fits(inputs, place, sizes, more, written)
+            self._graphs[key] = graph
+            if len(self._graphs) > GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return graph
 
-    def _pinned_now(self, inputs: Sequence[Any]) -> set[int]:
-        """The pinned inputs of this call: the known ones, and those that lie in memory that is written to or overlap with themselves."""
-        memory = {_memory(inputs[number]) for number in self._written if isinstance(inputs[number], torch.Tensor)}
-        more = {
-            number
-            for number, value in enumerate(inputs)
-            if number not in self._pinned and isinstance(value, torch.Tensor) and (_memory(value) in memory or _overlaps_itself(value))
-        }
-        return self._pinned | more if more else self._pinned
+    def _fits(self, inputs: list[Any], place: Hashable, sizes: Hashable, more: tuple[int, ...], written: Memory) -> Fits:
+        """Whether a later call has the key of this one, found out without making its key."""
+        others, in_place, further = self._others, self._pinned.stay(inputs), Addresses(more).stay(inputs)
+
+        def fits(later: list[Any], here: Hashable, now: Hashable) -> bool:
+            # Where the pinned inputs lie as they did, so does what is written.
+            return here == place and now == sizes and in_place(later) and others.among(later, written) == more and further(later)
+
+        return fits
 
     def _comes_again(self, key: Hashable) -> bool:
         if key in self._seen:
@@ -149,9 +159,9 @@ class GraphedProgram:
             self._seen.popitem(last=False)
         return False
 
-    def _record(self, inputs: Sequence[Any], pinned: set[int], place: Hashable) -> _Graph | None:
+    def _record(self, inputs: Sequence[Any], more: Sequence[int], place: Hashable) -> _Graph | None:
         try:
-            return _Graph(self.program, inputs, pinned, self.recorder, place)
+            return _Graph(self.program, inputs, {*self._pinned.numbers, *more}, self.recorder, place)
         except (RuntimeError, ValueError) as error:
             self._refused = True
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -164,6 +174,8 @@ class GraphedProgram:
 class _Graph:
     """One recorded graph, its buffers and its results."""
 
+    fits: Fits
+
     def __init__(self, program: Boxed, inputs: Sequence[Any], pinned: set[int], recorder: Recorder, place: Hashable):
         # Ordinary tensors even under inference_mode, so that a later call outside of it may write to them.
         with torch.inference_mode(False), torch.no_grad():
@@ -173,7 +185,8 @@ class _Graph:
                 if isinstance(value, torch.Tensor) and number not in pinned
             }
         given = [self.buffers.get(number, value) for number, value in enumerate(inputs)]
-        self.replay, results = recorder.record(lambda: program(list(given)), place)
+        with recording(place) as self.workspaces:  # kept as long as the graph, which goes on using them
+            self.replay, results = recorder.record(lambda: program(list(given)), place)
         # A result that is a pinned input is not copied: the caller gets the input of his call.
         place_of = {id(value): number for number, value in enumerate(given) if isinstance(value, torch.Tensor)}
         self.results: list[tuple[Any, int | None]] = [(result, place_of.get(id(result))) for result in results]
@@ -181,18 +194,30 @@ class _Graph:
         for result, number in self.results:
             if isinstance(result, torch.Tensor) and number is None and result.numel() and _memory(result) in lying:
                 raise ValueError("a result is a view of an input")
+        self._into, self._from = list(self.buffers.values()), list(self.buffers)
+        self._made = [result for result, number in self.results if number is None and isinstance(result, torch.Tensor)]
 
     def run(self, inputs: list[Any]) -> list[Any]:
         given = list(inputs)
         inputs.clear()
-        if self.buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self.buffers.values()), [given[number] for number in self.buffers])
-        self.replay()
+        with torch.no_grad():
+            _copy(self._into, [given[number] for number in self._from])
+            self.replay()
+            fresh = [torch.empty_like(result) for result in self._made]
+            _copy(fresh, self._made)
+        made = iter(fresh)
         return [
-            given[number] if number is not None else result.clone() if isinstance(result, torch.Tensor) else result
+            given[number] if number is not None else next(made) if isinstance(result, torch.Tensor) else result
             for result, number in self.results
         ]
+
+
+def _copy(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """One launch where it can be one."""
+    if len(into) == 1:
+        into[0].copy_(source[0])
+    elif into:
+        torch._foreach_copy_(into, source)
 
 
 def written_inputs(gm: fx.GraphModule) -> list[int]:
@@ -212,15 +237,5 @@ def written_inputs(gm: fx.GraphModule) -> list[int]:
     return [number for number, node in enumerate(placeholders) if node in written]
 
 
-def _is_symbolic(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return True
-    return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride(), value.storage_offset()))
-
-
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
-from dsi.codegen.kernel import Argument, Kernel, Launch, Workspace
+from dsi.codegen.kernel import Argument, Kernel, Launch
 
 from .cache import DiskCache
 from .kernels import KernelSet, load, symbol_values
+from .launcher import GROUPS, Launcher, current_stream
 from .sizes import Environment, Sizes, expression
-
-Integer = int | Callable[..., tuple[int, ...]]
+from .workspaces import ScratchMemory, allocator
 
 
 class GeneratedKernel:
     """Runs one region by the variant of its kernels that fits the number of rows.
 
-    `values` are the fakes and SymInts of the region's inputs in the outer graph, over whose symbols `sizes` is made.
+    `values` are the fakes and SymInts of the region's inputs in the outer graph, over whose symbols `sizes` is made. `device` is where its
+    tensors are (left out: its first input's), and the current device when it is called. `overlaps` allows its first kernel to start before
+    the one before it has ended.
     """
 
-    def __init__(self, found: KernelSet, values: Sequence[Any], sizes: Sizes, disk: DiskCache):
+    def __init__(
+        self,
+        found: KernelSet,
+        values: Sequence[Any],
+        sizes: Sizes,
+        disk: DiskCache,
+        device: torch.device | None = None,
+        overlaps: bool = False,
+    ):
         self.found = found
+        device = device or next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
+        self.allocate = allocator(device)
         symbols = symbol_values(found, values)
-        self._strides = [sizes.compile(*value.stride()) if isinstance(value, torch.Tensor) else None for value in values]
         self._rows = sizes.compile(_over(found.rows, symbols))
         variants = found.variants
         if isinstance(self._rows, tuple):  # the number of rows is known: the others are never used, nor loaded
             variants = (_fitting(variants, self._rows[0]),)
-        self._variants = [_Variant(kernel, symbols, sizes, disk) for kernel in variants]
+        self._variants = [_Variant(kernel, symbols, sizes, disk, device, overlaps) for kernel in variants]
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
-        for number, wanted in enumerate(self._strides):
-            if wanted is not None:
-                stride = wanted if isinstance(wanted, tuple) else wanted(*sizes)
-                if inputs[number].stride() != stride and not _same_layout(inputs[number], stride):
-                    # An operator that is not ours gave another layout than its fake states.
-                    inputs = list(inputs)
-                    inputs[number] = inputs[number].new_empty_strided(inputs[number].shape, stride).copy_(inputs[number])
         if len(self._variants) == 1:
             chosen = self._variants[0]
         else:
@@ -52,12 +56,26 @@ class GeneratedKernel:
         return "; ".join(variant.describe() for variant in self._variants)
 
 
+def programmatic(device: torch.device) -> bool:
+    """Whether kernels of a device may start before the one before them has ended (programmatic dependent launch): sm_90 and later."""
+    return device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def settle(launch: Launch, able: bool, overlaps: bool) -> dict[str, Any]:
+    """The keyword arguments of a launch. `able`: the device has programmatic dependent launch; where it has not, `PDL` is off.
+
+    A kernel that waits but is launched without the attribute (`overlaps` false) finds all work before it done when it starts.
+    """
+    settled: dict[str, Any] = {**launch.constants, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
+    if settled.get("PDL") and not able:
+        settled["PDL"] = False
+    if not (able and overlaps and settled.get("PDL")):
+        settled.pop("launch_pdl", None)
+    return settled
+
+
 def _fitting(variants: Sequence[Kernel], rows: int) -> Kernel:
     return next(kernel for kernel in variants if kernel.max_rows is None or rows <= kernel.max_rows)
-
-
-def _same_layout(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    return all(size == 1 or have == want for size, have, want in zip(tensor.shape, tensor.stride(), stride, strict=True))
 
 
 def _over(expr: Any, symbols: dict[str, sympy.Expr]) -> sympy.Expr:
@@ -68,15 +86,18 @@ def _over(expr: Any, symbols: dict[str, sympy.Expr]) -> sympy.Expr:
 class _Variant:
     """One kernel, loaded, with everything about its launches that does not change between calls worked out."""
 
-    def __init__(self, kernel: Kernel, symbols: dict[str, sympy.Expr], sizes: Sizes, disk: DiskCache):
+    def __init__(self, kernel: Kernel, symbols: dict[str, sympy.Expr], sizes: Sizes, disk: DiskCache, device: torch.device, overlaps: bool):
         self.kernel = kernel
         self.max_rows = kernel.max_rows
-        self._workspaces = [_Workspace(workspace, sizes.compile(_over(workspace.size, symbols))) for workspace in kernel.workspaces]
-        module = load(kernel, disk)
-        self._launches = [_Launch(module, launch, symbols, sizes) for launch in kernel.launches]
+        self._workspaces = [ScratchMemory(space, sizes.compile(_over(space.size, symbols)), device) for space in kernel.workspaces]
+        module, able = load(kernel, disk), programmatic(device)
+        self._launches = [
+            _Launch(module, launch, symbols, sizes, settle(launch, able, overlaps or number > 0), device)
+            for number, launch in enumerate(kernel.launches)
+        ]
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
-        workspaces = [workspace(outputs[0].device, sizes) for workspace in self._workspaces]
+        workspaces = [workspace(sizes) for workspace in self._workspaces]
         for launch in self._launches:
             launch(inputs, outputs, workspaces, sizes)
 
@@ -86,54 +107,29 @@ class _Variant:
 
 
 class _Launch:
-    def __init__(self, module: Any, launch: Launch, symbols: dict[str, sympy.Expr], sizes: Sizes):
+    def __init__(
+        self, module: Any, launch: Launch, symbols: dict[str, sympy.Expr], sizes: Sizes, settled: dict[str, Any], device: torch.device
+    ):
         self.entry = launch.entry
-        self._function = getattr(module, launch.entry)
-        self._constants = {**launch.constants, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
         grid = [_over(size, symbols) for size in launch.grid]
         self._text = f"{launch.entry}[{', '.join(map(str, grid))}]"
         self._grid = sizes.compile(*grid)
         self._integers = sizes.compile(*(_over(argument.expr, symbols) for argument in launch.arguments if argument.kind == "size"))
-        # The arguments in order, from a list of groups: inputs, outputs, workspaces, integers.
-        self._order = [_place(argument, launch.arguments[:position]) for position, argument in enumerate(launch.arguments)]
+        order = [_place(argument, launch.arguments[:position]) for position, argument in enumerate(launch.arguments)]
+        self.launcher = Launcher(getattr(module, launch.entry), settled, order, current_stream(device))
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any], workspaces: Sequence[Any], sizes: Environment) -> None:
         grid = self._grid if isinstance(self._grid, tuple) else self._grid(*sizes)
         if 0 in grid:
             return
         integers = self._integers if isinstance(self._integers, tuple) else self._integers(*sizes)
-        groups = (inputs, outputs, workspaces, integers)
-        self._function[grid](*[groups[group][number] for group, number in self._order], **self._constants)
+        self.launcher.launch(grid, inputs, outputs, workspaces, integers)
 
     def __str__(self) -> str:
         return self._text
 
 
-_GROUPS = {"input": 0, "output": 1, "workspace": 2, "size": 3}
-
-
 def _place(argument: Argument, before: Sequence[Argument]) -> tuple[int, int]:
     number = sum(other.kind == "size" for other in before) if argument.kind == "size" else argument.number
-    return _GROUPS[argument.kind], number
-
-
-class _Workspace:
-    """Scratch memory of one kernel. One that starts as zeros is kept (kernels leave it zeroed) for each size, device, stream and thread:
-    two calls under way at once never share one."""
-
-    def __init__(self, workspace: Workspace, size: tuple[int, ...] | Callable[..., tuple[int, ...]]):
-        self.dtype = getattr(torch, workspace.dtype)
-        self.zeroed = workspace.zeroed
-        self.size = size
-        self._kept = threading.local()
-
-    def __call__(self, device: torch.device, sizes: Environment) -> torch.Tensor:
-        size = self.size if isinstance(self.size, tuple) else self.size(*sizes)
-        if not self.zeroed:
-            return torch.empty(size, dtype=self.dtype, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        kept = self._kept.__dict__.setdefault("tensors", {})
-        key = (size, device, stream)
-        if key not in kept:
-            kept[key] = torch.zeros(size, dtype=self.dtype, device=device)
-        return kept[key]
+    group = {"input": "inputs", "output": "outputs", "workspace": "workspaces", "size": "integers"}[argument.kind]
+    return GROUPS.index(group), number

@@ -9,34 +9,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from dsi.ir import ops
 from dsi.ir.context import Context
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.region import Region
 from torch import fx
 
 from .expand import attribute_of, expansion, in_place_writes, region_of, write_in_place
-from .sizes import Environment, Sizes, expression
-
-Run = Callable[[list[Any], Environment], None]
-
-
-class RegionKernel(Protocol):
-    """What runs one region: reads `inputs`, fills `outputs` (fresh, cloned, or an input that is overwritten in place)."""
-
-    def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None: ...
-
-    def describe(self) -> str:
-        """A few words for the printed program."""
-        ...
-
+from .region_step import RegionKernel, Run, define, never_empty, region_step
+from .sizes import Environment, Sizes
 
 CODE = "s[{}]"  # how a slot is written in a step's code
-# (region, fakes and SymInts of its inputs in the outer graph, sizes of the outer graph) -> what runs it; None: its members, by references.
-Kernels = Callable[[Region, Sequence[Any], Sizes], RegionKernel | None]
+# (region, fakes and SymInts of its inputs in the outer graph, sizes of the outer graph, whether it may start before the kernel before it
+# has ended) -> what runs it; None: its members, by references.
+Kernels = Callable[[Region, Sequence[Any], Sizes, bool], RegionKernel | None]
 
 
 @dataclass
@@ -97,12 +85,12 @@ class Program:
         return "\n".join([head, *lines, f"{'':>{width}}  return {results}"])
 
 
-def no_kernels(region: Region, values: Sequence[Any], sizes: Sizes) -> RegionKernel | None:
+def no_kernels(region: Region, values: Sequence[Any], sizes: Sizes, overlaps: bool = False) -> RegionKernel | None:
     """Kernels for no region: everything runs by references."""
     return None
 
 
-def reference_kernels(region: Region, values: Sequence[Any], sizes: Sizes) -> RegionKernel | None:
+def reference_kernels(region: Region, values: Sequence[Any], sizes: Sizes, overlaps: bool = False) -> RegionKernel | None:
     """A kernel for every region that computes its body by references and stores the results where a real kernel would."""
     return ReferenceKernel(region)
 
@@ -125,6 +113,7 @@ class _Builder:
         self.program = Program(0, sizes)
         self.kernels = kernels
         self.table = table
+        self.begun = False  # whether a kernel of a region is launched before what comes next, whatever the sizes are
 
     def build(self, gm: fx.GraphModule) -> Program:
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -188,14 +177,14 @@ class _Builder:
             )
 
         slots[node] = self.slot()
-        run = _define(f"s[{slots[node]}] = function({call(CODE)})", names)
+        run = define(f"s[{slots[node]}] = function({call(CODE)})", names)
         inside = f"[{region.name}] " if region is not None else ""
         text = f"{inside}%{slots[node]} = {'dsi.kv_write_' if function is write_in_place else _name(node.target)}({call('%{}')})"
         self.program.steps.append(Step(run, text, tuple(reads), (slots[node],)))
 
     def region(self, region: Region, arguments: list[Any], node: fx.Node) -> list[Any]:
         values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
-        kernel = self.kernels(region, values, self.program.sizes)
+        kernel = self.kernels(region, values, self.program.sizes, self.begun and _constants_are_inputs(region, node))
         if kernel is None:
             inner: dict[fx.Node, Any] = {}
             for placeholder, argument in zip(region.inputs, arguments, strict=True):
@@ -203,22 +192,24 @@ class _Builder:
             return [inner[output] for output in self.lower(region.body, inner, region)]
         reads = [argument if isinstance(argument, int) else self.constant(argument[0]) for argument in arguments]
         writes = [self.slot() for _ in region.outputs]
-        run = _region_step(region, kernel, reads, writes, self.program.sizes)
+        foreign = {number for number, arg in enumerate(node.args) if isinstance(arg, fx.Node) and not self.ours(arg)}
+        run = region_step(region, kernel, ReferenceKernel(region), reads, writes, self.program.sizes, foreign)
+        tensors = [*values, *(output.meta["val"] for output in region.outputs)]
+        self.begun |= not isinstance(kernel, ReferenceKernel) and all(map(never_empty, tensors))
         called = ", ".join(f"%{slot}" for slot in reads)
         text = f"{', '.join(f'%{slot}' for slot in writes)} = {region.name}({called})    # {kernel.describe()}"
         self.program.steps.append(Step(run, text, tuple(reads), tuple(writes)))
         return list(writes)
 
+    def ours(self, node: fx.Node) -> bool:
+        """Whether a value is an input of the program, whose layout is guarded, a constant, or a kernel's output."""
+        of_region = node.target is operator.getitem and isinstance(node.args[0], fx.Node) and node.args[0].op == "call_module"
+        return node.op in ("placeholder", "get_attr") or of_region
+
     def constant(self, value: Any) -> int:
         slot = self.slot()
         self.program.constants[slot] = value
         return slot
-
-
-def _define(statement: str, names: dict[str, Any]) -> Run:
-    scope = dict(names)
-    exec(f"def run(s, sizes):\n    {statement}", scope)
-    return scope["run"]
 
 
 def _name(target: Any) -> str:
@@ -227,69 +218,18 @@ def _name(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def cloned_inputs(region: Region) -> dict[int, int]:
-    """The outputs that start from an input's contents without overwriting it: output number -> input number."""
-    found = {}
-    for number, output in enumerate(region.outputs):
-        base: Any = output
-        while base.op == "call_function" and base.target is ops.kv_write:
+def _constants_are_inputs(region: Region, node: fx.Node) -> bool:
+    """Whether what a region's kernel may read before the kernels before it have ended was there before the program began.
+
+    Nothing in the graph writes the constants of a specification, but an operator that is not ours may have made one.
+    """
+    for number in region.spec.constants if region.spec is not None else ():
+        base: Any = node.args[number]
+        while isinstance(base, fx.Node) and isinstance(base.target, torch._ops.OpOverload) and base.target.is_view:
             base = base.args[0]
-        if base is not output and base.op == "placeholder" and number not in region.in_place:
-            found[number] = region.inputs.index(base)
-    return found
-
-
-def _region_step(region: Region, kernel: RegionKernel, reads: list[int], writes: list[int], sizes: Sizes) -> Run:
-    """Gathers a region's inputs, provides its outputs, and runs its kernel. A region with an empty tensor runs by its body instead."""
-    in_place_writes(region)  # raises if what lowering allowed cannot be
-    clones = cloned_inputs(region)
-    makers: list[Callable[[Sequence[Any], Environment], torch.Tensor]] = []
-    back: list[tuple[int, int]] = []  # outputs that are copied to the input that they replace: a kernel's strides are its output's
-    for number, node in enumerate(region.outputs):
-        value, overwritten = node.meta["val"], region.in_place.get(number)
-        if overwritten is not None and _equal_strides(value, region.inputs[overwritten].meta["val"]):
-            makers.append(_same(overwritten))
-            continue
-        if overwritten is not None:
-            back.append((number, overwritten))
-        base = clones.get(number, overwritten)
-        makers.append(_empty(sizes.compile(*value.shape), sizes.compile(*value.stride()), value, base))
-    body = ReferenceKernel(region)
-
-    def run(slots: list[Any], env: Environment) -> None:
-        inputs = [slots[slot] for slot in reads]
-        outputs = [make(inputs, env) for make in makers]
-        if any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in (*inputs, *outputs)):
-            body(inputs, outputs, env)
-        else:
-            kernel(inputs, outputs, env)
-        for number, base in back:
-            outputs[number] = inputs[base].copy_(outputs[number])
-        for slot, output in zip(writes, outputs, strict=True):
-            slots[slot] = output
-
-    return run
-
-
-def _equal_strides(output: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether a fake result lies in memory as the input that it may overwrite, which may be a part of a larger cache."""
-    return all(expression(a) == expression(b) for a, b in zip(output.stride(), base.stride(), strict=True))
-
-
-def _same(number: int) -> Callable[[Sequence[Any], Environment], torch.Tensor]:
-    return lambda inputs, env: inputs[number]
-
-
-def _empty(shape: Any, stride: Any, fake: torch.Tensor, base: int | None) -> Callable[[Sequence[Any], Environment], torch.Tensor]:
-    dtype, device = fake.dtype, fake.device
-
-    def make(inputs: Sequence[Any], env: Environment) -> torch.Tensor:
-        size = shape if isinstance(shape, tuple) else shape(*env)
-        step = stride if isinstance(stride, tuple) else stride(*env)
-        fresh = torch.empty_strided(size, step, dtype=dtype, device=device)
-        return fresh if base is None else fresh.copy_(inputs[base])
-
-    return make
+        if isinstance(base, fx.Node) and base.op not in ("placeholder", "get_attr"):
+            return False
+    return True
 
 
 class ReferenceKernel:

@@ -49,7 +49,7 @@ def test_a_kernel_writes_in_place_into_the_input_itself():
             written.extend((number, outputs[output] is inputs[number]) for output, number in self.region.in_place.items())
             super().__call__(inputs, outputs, sizes)
 
-    program = build(gm, outer.fakes, lambda region, values, sizes: Spy(region))
+    program = build(gm, outer.fakes, lambda region, values, sizes, overlaps: Spy(region))
     program(list(layer_inputs(2, 1, 32, 5).values()))
     assert written == [(7, True), (8, True)]
 
@@ -70,7 +70,7 @@ def test_a_functional_write_starts_from_a_clone():
         def describe(self):
             return "kv_write"
 
-    program = build(gm, outer.fakes, lambda region, values, sizes: StoresNewEntriesOnly())
+    program = build(gm, outer.fakes, lambda region, values, sizes, overlaps: StoresNewEntriesOnly())
     cache, new = torch.randn(2, 9, 3), torch.randn(2, 1, 3)
     kept = cache.clone()
     (out,) = program([cache, torch.tensor([7]), new])
@@ -99,7 +99,7 @@ def test_a_cache_with_gaps_is_written_where_it_lies():
         def describe(self):
             return "kv_write"
 
-    program = build(gm, outer.fakes, lambda region, values, sizes: StoresByItsSpecification())
+    program = build(gm, outer.fakes, lambda region, values, sizes, overlaps: StoresByItsSpecification())
     whole, new = torch.randn(2, 15, 3), torch.randn(2, 1, 3)
     expected = whole.clone()
     expected[:, 7:8] = new
@@ -164,7 +164,7 @@ def test_empty_tensors_reach_no_kernel(batch):
             launched.append(True)
             super().__call__(inputs, outputs, sizes)
 
-    program = build(outer.finish(y), outer.fakes, lambda region, values, sizes: Kernel(region))
+    program = build(outer.finish(y), outer.fakes, lambda region, values, sizes, overlaps: Kernel(region))
     x, w = torch.randn(batch, 5), torch.randn(4, 5)
     torch.testing.assert_close(program([x, w])[0], x @ w.t())
     assert launched == [True] * bool(batch)

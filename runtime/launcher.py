@@ -1,0 +1,134 @@
+"""Launching a compiled Triton kernel directly, at a small part of what `function[grid](...)` costs on the host.
+
+`function[grid](...)` binds the arguments, asks each tensor for its dtype and address, and looks the compiled kernel up by a key made of
+text. The first launch of each specialisation goes that way, and compiles. What it returns is kept under a key of everything that Triton
+specialises on and that can differ between two launches here: whether an address is a multiple of 16, and for an integer whether it is 1,
+whether it is a multiple of 16, and how wide it is. dtypes, constexprs and options are the same in every launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+# Where an argument is found: its group (an index of GROUPS) and its number there.
+GROUPS = ("inputs", "outputs", "workspaces", "integers")
+INTEGERS = GROUPS.index("integers")
+Place = tuple[int, int]
+ALIGNMENT = 16  # bytes; Triton loads 16 bytes at once where it knows an address to be a multiple of this
+
+
+class _NoHooks:
+    """Of a Triton without knobs, or of none at all."""
+
+    launch_enter_hook = None
+    launch_exit_hook = None
+
+
+class Launcher:
+    """Launches one Triton function, with fixed constexprs and options, on the current device.
+
+    `order`: where each positional argument is found. `stream` gives the raw handle of the current stream; None (a CPU, Triton's
+    interpreter) launches by `function[grid](...)` only.
+    """
+
+    def __init__(self, function: Any, constants: dict[str, Any], order: Sequence[Place], stream: Callable[[], int] | None = None):
+        self.function = function
+        self.constants = constants
+        self.order = tuple(order)
+        self.stream = stream
+        self.compiled: dict[Hashable, tuple[Any, ...]] = {}
+        parameters = getattr(function, "arg_names", None)
+        if stream is None or parameters is None or not self._fits(parameters):
+            self.launch = self._by_triton
+        else:
+            self.launch = self._direct(parameters)
+
+    # launch(grid, inputs, outputs, workspaces, integers): one launch on the current stream.
+    launch: Callable[[tuple[int, ...], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[int]], Any]
+
+    def _fits(self, parameters: Sequence[str]) -> bool:
+        """Whether every parameter is either an argument or a constant: no defaults to fill in."""
+        return set(parameters[len(self.order) :]) <= set(self.constants)
+
+    def _by_triton(self, grid: tuple[int, ...], *groups: Sequence[Any]) -> Any:
+        return self.function[grid](*[groups[group][number] for group, number in self.order], **self.constants)
+
+    def _first(self, key: Hashable, grid: tuple[int, ...], *groups: Sequence[Any]) -> None:
+        kernel = self._by_triton(grid, *groups)
+        if all(hasattr(kernel, name) for name in ("run", "function", "packed_metadata")):
+            # The kernel itself is kept too: where nothing else holds it, Triton unloads its code.
+            self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata, kernel)
+
+    def _direct(self, parameters: Sequence[str]) -> Callable[..., Any]:
+        """A function written for these arguments: each step of a loop over them would cost as much as reading an address."""
+        pointers = [position for position, (group, _) in enumerate(self.order) if group != INTEGERS]
+        reads = [f"a{n} = {GROUPS[self.order[n][0]]}[{self.order[n][1]}].data_ptr()" for n in pointers]
+        aligned = ", ".join(f"a{n} % {ALIGNMENT} == 0" for n in pointers)
+        # All of them in a line at once first: almost every address is a multiple.
+        key = f"({aligned},) if ({' | '.join(f'a{n}' for n in pointers)}) % {ALIGNMENT} else None" if pointers else "None"
+        if len(pointers) < len(self.order):
+            key = f"({key}, kinds(integers))"
+        given = [f"a{n}" if group != INTEGERS else f"integers[{number}]" for n, (group, number) in enumerate(self.order)]
+        rest = [f"constants[{name!r}]" for name in parameters[len(self.order) :]]
+        lines = [
+            *reads,
+            f"key = {key}",
+            "found = compiled.get(key)",
+            "if found is None or hooked():",
+            f"    return first(key, grid, {', '.join(GROUPS)})",
+            "x, y, z = (*grid, 1, 1)[:3]",
+            f"found[0](x, y, z, stream(), found[1], found[2], None, None, None, {', '.join([*given, *rest])})",
+        ]
+        text = f"def launch(grid, {', '.join(GROUPS)}):\n" + "".join(f"    {line}\n" for line in lines)
+        scope = {
+            "compiled": self.compiled,
+            "first": self._first,
+            "stream": self.stream,
+            "constants": self.constants,
+            "kinds": kinds,
+            "hooked": hooked,
+        }
+        exec(text, scope)
+        return scope["launch"]  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=4096)
+def kinds(integers: tuple[int, ...]) -> tuple[int, ...]:
+    """What Triton specialises on of each integer: being 1, being a multiple of 16, and fitting 32, 64 or only 64 unsigned bits."""
+    return tuple(_kind(value) for value in integers)
+
+
+def _kind(value: int) -> int:
+    if value == 1:
+        return -1
+    width = 0 if -(2**31) <= value < 2**31 else 1 if -(2**63) <= value < 2**63 else 2
+    return 2 * width + (value % ALIGNMENT == 0)
+
+
+@functools.cache
+def _hooks() -> Any:
+    try:
+        from triton import knobs
+    except ImportError:
+        return _NoHooks
+    return getattr(knobs, "runtime", _NoHooks)
+
+
+def hooked() -> bool:
+    """Whether somebody wants to be told of launches (a profiler): then Triton must make them, since it knows what to tell."""
+    hooks = _hooks()
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return (enter is not None and bool(getattr(enter, "calls", True))) or (leave is not None and bool(getattr(leave, "calls", True)))
+
+
+def current_stream(device: torch.device) -> Callable[[], int] | None:
+    """What gives the raw handle of a CUDA device's current stream; None for other devices."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if device.type != "cuda" or raw is None:
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return functools.partial(raw, index)
