@@ -13,10 +13,10 @@ from torch import fx
 from .evaluate import evaluate_plan
 from .kernel_spec import bind_sizes, kernel_spec, region_key, unbound_sizes, within
 from .plan_attention import ATTENTION, plan_attention
-from .plan_linear import LINEAR, plan_linear
+from .plan_linear import plan_linear
 from .plan_row import plan_row
 from .pull import fail
-from .semantics import aten, dsi
+from .semantics import LINEARS, aten, dsi
 from .tile import Load, Plan, Store
 
 __all__ = ["bind_sizes", "evaluate_plan", "kernel_spec", "kind_of", "plan_region", "region_key"]
@@ -25,7 +25,7 @@ __all__ = ["bind_sizes", "evaluate_plan", "kernel_spec", "kind_of", "plan_region
 def kind_of(body: fx.GraphModule) -> str:
     """The kind of region (ir.region.REGION_KINDS) that a body's operators make it."""
     targets = {n.target for n in body.graph.nodes if n.op == "call_function"}
-    if LINEAR in targets:
+    if targets & set(LINEARS):
         return "linear"
     if ATTENTION in targets:
         return "attention"

@@ -16,6 +16,7 @@ import torch
 from .index_map import FloorDiv, Mod
 from .ops import attention_reference
 from .pointwise import POINTWISE
+from .quantised_ops import quantise_rows
 from .tile import (
     AttentionPlan,
     B,
@@ -38,6 +39,7 @@ from .tile import (
     Reduction,
     RowPlan,
     S,
+    Scale,
     Statistic,
     Store,
     Test,
@@ -143,6 +145,10 @@ class _Run:
             row_statistics.append(self._moments(reduction, _full(prologue(reduction.body, env), env)))
         x = _full(prologue(plan.x, env), env).to(plan.x_dtype).to(self.wide)
         assert x.shape == (rows, inner)
+        steps: torch.Tensor | float = 1.0
+        if plan.activations:
+            assert plan.activations == "int8", plan.activations
+            x, steps = (part.to(self.wide) for part in quantise_rows(x))
         for store in plan.row_stores:
             self.store(store, env, prologue)
         for segment in plan.segments:
@@ -151,7 +157,11 @@ class _Run:
             for window in segment.windows:
                 weight = self.tensors[window.weight].to(self.wide)
                 n = evaluate_index(window.n, {C: columns}, self.sizes).expand_as(columns)
-                windows.append(x @ ((weight[:, n].T if window.kn else weight[n]).T))
+                weight = weight[:, n].T if window.kn else weight[n]
+                assert (self.tensors[window.weight].dtype == torch.int8) == (window.scale is not None), "int8 weights have scales"
+                if window.scale is not None:
+                    weight = weight * self.scales(window.scale, columns, inner)
+                windows.append(x @ weight.T * steps)
             held: list[dict[str, torch.Tensor]] = []
             epilogue = _Values(self, partial(_of_window, windows), partial(_of_group, held))
             env = self.grid((R, plan.rows), (C, segment.size))
@@ -164,6 +174,15 @@ class _Run:
             self._check_groups(segment.stores, segment.hold, env)
             for store in segment.stores:
                 self.store(store, env, epilogue)
+
+    def scales(self, scale: Scale, columns: torch.Tensor, inner: int) -> torch.Tensor:
+        """The scale of each element of a window's weight, columns x inner; each is one for all of its group."""
+        k = torch.arange(inner)
+        at = [evaluate_index(c, {C: columns[:, None], K: k}, self.sizes).expand(len(columns), inner) for c in scale.coords]
+        result = self.tensors[scale.input].to(self.wide)[tuple(at)]
+        first = k - k % scale.group if scale.group else torch.zeros_like(k)
+        assert bool((result == result[:, first]).all()), f"{scale} differs within a group"
+        return result
 
     def _check_groups(self, stores: Sequence[Store], hold: int, env: Env) -> None:
         """A permuted value comes from the same aligned group of `hold` columns."""

@@ -37,7 +37,8 @@ class SemanticOp:
 REGISTRY: dict[str, SemanticOp] = {}
 
 
-def _define(schema: str, reference: Callable, fake: Callable) -> torch._ops.OpOverload:
+def define(schema: str, reference: Callable, fake: Callable) -> torch._ops.OpOverload:
+    """Registers `torch.ops.dsi.<name>`, the name being that of `schema`, and returns its overload."""
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
     # `Library.impl` rather than `custom_op`: half the host time a call.
@@ -49,7 +50,7 @@ def _define(schema: str, reference: Callable, fake: Callable) -> torch._ops.OpOv
 
 
 def is_semantic(target: object) -> bool:
-    """Whether an FX node's target is one of the operators of this file."""
+    """Whether an FX node's target is a semantic operator."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace == "dsi"
 
 
@@ -65,7 +66,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, kn: b
     return x.new_empty((*x.shape[:-1], weight.shape[1 if kn else 0]))
 
 
-linear = _define("linear(Tensor x, Tensor weight, Tensor? bias=None, *, bool kn=False) -> Tensor", linear_reference, _linear_fake)
+linear = define("linear(Tensor x, Tensor weight, Tensor? bias=None, *, bool kn=False) -> Tensor", linear_reference, _linear_fake)
 
 
 def embedding_reference(table: Tensor, ids: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ def embedding_reference(table: Tensor, ids: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-embedding = _define(
+embedding = define(
     "embedding(Tensor table, Tensor ids) -> Tensor",
     embedding_reference,
     lambda table, ids: table.new_empty((*ids.shape, table.shape[1])),
@@ -87,7 +88,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
 
 
-layer_norm = _define(
+layer_norm = define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, *, float eps) -> Tensor",
     layer_norm_reference,
     lambda x, weight, bias, *, eps: x.new_empty(x.shape),
@@ -112,7 +113,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, *, eps: float, offset: 
     return y.to(x.dtype).contiguous()
 
 
-rms_norm = _define(
+rms_norm = define(
     'rms_norm(Tensor x, Tensor? weight, *, float eps, float offset=0.0, str cast="none") -> Tensor',
     rms_norm_reference,
     lambda x, weight, *, eps, offset=0.0, cast="none": x.new_empty(x.shape),
@@ -136,7 +137,7 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
     return ACTIVATIONS[kind](x).contiguous()
 
 
-activation = _define("activation(Tensor x, str kind) -> Tensor", activation_reference, lambda x, kind: x.new_empty(x.shape))
+activation = define("activation(Tensor x, str kind) -> Tensor", activation_reference, lambda x, kind: x.new_empty(x.shape))
 
 
 def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -144,7 +145,7 @@ def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return (ACTIVATIONS[kind](gate) * up).contiguous()
 
 
-gated = _define("gated(Tensor gate, Tensor up, str kind) -> Tensor", gated_reference, lambda gate, up, kind: gate.new_empty(gate.shape))
+gated = define("gated(Tensor gate, Tensor up, str kind) -> Tensor", gated_reference, lambda gate, up, kind: gate.new_empty(gate.shape))
 
 # ----------------------------------------------------------------------------------------------------------------------- rope
 
@@ -168,7 +169,7 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, *, style: str) -> Tensor
     return torch.cat([turned, tail], -1).contiguous() if tail.shape[-1] else turned.contiguous()
 
 
-rope = _define(
+rope = define(
     "rope(Tensor x, Tensor cos, Tensor sin, *, str style) -> Tensor",
     rope_reference,
     lambda x, cos, sin, *, style: x.new_empty(x.shape),
@@ -241,7 +242,7 @@ def _attention_fake(q, k, v, mask=None, bias=None, *, scale, causal=False, windo
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-attention = _define(
+attention = define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None, *, float scale, bool causal=False, int window=0, "
     "float softcap=0.0) -> Tensor",
     attention_reference,
@@ -254,7 +255,7 @@ def kv_write_reference(cache: Tensor, pos: Tensor, new: Tensor, *, dim: int) -> 
     return torch.index_copy(cache, dim, pos, new)
 
 
-kv_write = _define(
+kv_write = define(
     "kv_write(Tensor cache, Tensor pos, Tensor new, *, int dim) -> Tensor",
     kv_write_reference,
     lambda cache, pos, new, *, dim: torch.empty_like(cache),
@@ -266,7 +267,7 @@ def kv_write_in_place_reference(cache: Tensor, pos: Tensor, new: Tensor, *, dim:
     cache.index_copy_(dim, pos, new)
 
 
-kv_write_ = _define(
+kv_write_ = define(
     "kv_write_(Tensor(a!) cache, Tensor pos, Tensor new, *, int dim) -> ()",
     kv_write_in_place_reference,
     lambda cache, pos, new, *, dim: None,
@@ -283,4 +284,4 @@ def all_reduce_reference(x: Tensor, group: str) -> Tensor:
     return functional_all_reduce(x, "sum", name).clone(memory_format=torch.contiguous_format)
 
 
-all_reduce = _define("all_reduce(Tensor x, str group) -> Tensor", all_reduce_reference, lambda x, group: x.new_empty(x.shape))
+all_reduce = define("all_reduce(Tensor x, str group) -> Tensor", all_reduce_reference, lambda x, group: x.new_empty(x.shape))

@@ -12,21 +12,23 @@ from torch import fx
 from .digits import Atoms, Renderer, digits_of, linear_form, mixed_radix
 from .index_map import ONE, ZERO, FloorDiv, Mod, Space, product
 from .pull import Contraction, Moment, Puller, args_of, fail, fake, sizes_of
-from .tile import C, Expr, K, LinearPlan, Load, Permuted, R, Reduction, Segment, Statistic, Store, WeightWindow, Window
+from .semantics import LINEARS, dsi
+from .tile import C, Expr, K, LinearPlan, Load, Permuted, R, Reduction, Scale, Segment, Statistic, Store, WeightWindow, Window
 from .translate import Translator, leaves, outputs_of, store, written_part
+from .views import keyword
 
-LINEAR = torch.ops.dsi.linear.default
 LARGEST_GROUP = 512  # columns that one program can hold whole: twice the largest head size in common use
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """Channel n of a linear is row `row(n)` of weight input `input`."""
+    """Channel n of a linear is row `row(n)` of weight input `input`. The coordinates of `scale` are in n, too."""
 
     input: int
     kn: bool
     symbol: sympy.Symbol
     row: sympy.Expr
+    scale: Scale | None = None
 
 
 @dataclass
@@ -42,7 +44,7 @@ class _Segment:
 
 
 def plan_linear(body: fx.GraphModule) -> LinearPlan:
-    """The plan of a body whose anchors are its `dsi.linear` nodes. Raises `Refused`."""
+    """The plan of a body whose anchors are its linears. Raises `Refused`."""
     return _Planner(body).plan()
 
 
@@ -51,11 +53,12 @@ class _Planner:
         self.body = body
         self.space = Space()
         self.pull = Puller(body, self.space)
-        self.linears = [n for n in body.graph.nodes if n.op == "call_function" and n.target is LINEAR]
+        self.linears = [n for n in body.graph.nodes if n.op == "call_function" and n.target in LINEARS]
         first = self.linears[0]
         *lead, self.inner = sizes_of(fake(args_of(first)[0]))
         self.rows = product(lead)
         self.x_dtype = fake(args_of(first)[0]).dtype
+        self.activations: str = keyword(first, "activations", "")
         self.x: Expr | None = None
         self.reductions: list[Reduction] = []
         self._statistics: dict[tuple, int] = {}
@@ -76,17 +79,21 @@ class _Planner:
         segments = tuple(
             Segment(sympy.Integer(s.size), tuple(s.windows), tuple(s.stores), s.hold, tuple(s.reductions)) for s in self.segments
         )
-        return LinearPlan(self.rows, self.inner, self.x, self.x_dtype, segments, tuple(self.reductions), tuple(self.row_stores))
+        return LinearPlan(
+            self.rows, self.inner, self.x, self.x_dtype, segments, tuple(self.reductions), tuple(self.row_stores), self.activations
+        )
 
     # ------------------------------------------------------------------------------------------------------------------- anchors
 
     def _anchor(self, linear: fx.Node) -> None:
         x, weight = args_of(linear)[:2]
         first = self.linears[0]
-        if fake(weight).dtype != fake(x).dtype:
+        if fake(weight).dtype != (torch.int8 if linear.target is dsi.linear_int8.default else fake(x).dtype):
             raise fail(linear, f"{linear.name} multiplies {_short(fake(x).dtype)} by a weight of {_short(fake(weight).dtype)}", 2)
         if fake(x).dtype != self.x_dtype or sizes_of(fake(x))[-1] != self.inner or product(sizes_of(fake(x))[:-1]) != self.rows:
             raise fail(linear, f"{linear.name} and {first.name} differ in dtype, rows or inner size, so they are no common anchor", 2)
+        if keyword(linear, "activations", "") != self.activations:
+            raise fail(linear, f"{linear.name} and {first.name} differ in what they round the common input to", 2)
         self.weights[linear] = self._weight(linear, weight)
         columns = sizes_of(fake(linear))[-1]
         if not columns.is_Integer or not self.inner.is_Integer:
@@ -107,8 +114,19 @@ class _Planner:
         if isinstance(value, Load) and len(value.coords) == 2:
             for stored_kn, (inner, row) in ((False, value.coords[::-1]), (True, value.coords)):
                 if inner == k and isinstance(row, sympy.Expr) and k not in row.free_symbols:
-                    return _Weight(value.input, stored_kn, n, row)
+                    return _Weight(value.input, stored_kn, n, row, self._scale(linear, n, k))
         raise fail(linear, f"the weight {weight.name} of {linear.name} is no input of the region, nor a slice of one", 2)
+
+    def _scale(self, linear: fx.Node, n: sympy.Expr, k: sympy.Expr) -> Scale | None:
+        if linear.target is not dsi.linear_int8.default:
+            return None
+        scales, group = args_of(linear)[2], keyword(linear, "group", 0)
+        value = self.pull.at(scales, (n, self.space.floordiv(k, sympy.Integer(group))) if group else (n,))
+        coords = [c for c in value.coords if isinstance(c, sympy.Expr)] if isinstance(value, Load) else []
+        if not isinstance(value, Load) or len(coords) != len(value.coords) or value.dtype not in (torch.float32, torch.float16):
+            reason = f"the scales {scales.name} of {linear.name} are no fp32 or fp16 input of the region, nor a slice of one"
+            raise fail(linear, reason, 2)
+        return Scale(value.input, tuple(coords), group if any(k in c.free_symbols for c in coords) else 0)
 
     # ------------------------------------------------------------------------------------------------------------------ prologue
 
@@ -119,7 +137,7 @@ class _Planner:
         value = self.pull.at(x, atoms.coords)
         inside, _, through = leaves(self.pull, value)
         for contraction in (*inside, *through):
-            if contraction.node is anchor or contraction.node.target is not LINEAR:
+            if contraction.node is anchor or contraction.node.target not in LINEARS:
                 raise fail(anchor, f"{anchor.name} contracts the result of another contraction, {contraction.node.name}", 7)
             raise fail(anchor, f"{anchor.name} contracts a value computed from {contraction.node.name}, another linear of the region", 7)
         return translate(value)
@@ -188,7 +206,7 @@ class _Planner:
             value = self.pull.at(part, atoms.coords)
             direct, _, through = leaves(self.pull, value)
             for leaf in (*direct, *through):
-                if leaf.node.target is not LINEAR:
+                if leaf.node.target not in LINEARS:
                     raise fail(leaf.node, f"{leaf.node.name} is a second contraction", 7)
             places = {leaf: self._place(leaf) for leaf in (*direct, *through)}
             again, cut = atoms.split(e for place in places.values() for e in place)
@@ -287,7 +305,11 @@ class _Epilogue:
 
     def _weight_window(self, leaf: Contraction) -> WeightWindow:
         weight = self.planner.weights[leaf.node]
-        return WeightWindow(weight.input, self.render(self.places[leaf][1]), weight.kn)
+        scale = weight.scale
+        if scale is not None:
+            coords = (self.space.substitute(c, {weight.symbol: leaf.at[-1]}) for c in scale.coords)
+            scale = Scale(scale.input, tuple(map(self.render, coords)), scale.group)
+        return WeightWindow(weight.input, self.render(self.places[leaf][1]), weight.kn, scale)
 
     def _find(self, leaf: Contraction) -> int | None:
         window = self._weight_window(leaf)
@@ -305,7 +327,7 @@ class _Epilogue:
         mine = self.planner.weights[leaf.node]
         for other, index in self.known:
             theirs = self.planner.weights[other.node]
-            if (theirs.input, theirs.kn) == (mine.input, mine.kn):
+            if (theirs.input, theirs.kn, theirs.scale and theirs.scale.input) == (mine.input, mine.kn, mine.scale and mine.scale.input):
                 partner = self._partner(self.places[leaf][1], self.places[other][1])
                 if partner is not None:
                     hold, source = partner

@@ -8,6 +8,7 @@ import sympy
 import torch
 from torch import fx
 
+from . import quantised_ops  # noqa: F401  (registers dsi::linear_int8)
 from .elementwise import operation
 from .index_map import ZERO, size_of
 from .pull import Contraction, Coords, Handler, Moment, MomentBody, Puller, args_of, fail, fake
@@ -21,7 +22,7 @@ F32 = torch.float32
 
 def _linear(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     dtype = fake(node).dtype
-    bias = argument(node, 2, "bias")
+    bias = argument(node, 2 if node.target is dsi.linear.default else 3, "bias")
     result = Contraction(node, coords)
     if bias is None:
         return result
@@ -144,6 +145,7 @@ def _all_reduce(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 SEMANTICS: dict[Any, Handler] = {
     dsi.linear.default: _linear,
+    dsi.linear_int8.default: _linear,
     dsi.attention.default: _attention,
     dsi.embedding.default: _embedding,
     aten.embedding.default: _embedding,
@@ -156,5 +158,6 @@ SEMANTICS: dict[Any, Handler] = {
     dsi.all_reduce.default: _all_reduce,
 }
 
-ANCHORS = (dsi.linear.default, dsi.attention.default)
+LINEARS = (dsi.linear.default, dsi.linear_int8.default)
+ANCHORS = (*LINEARS, dsi.attention.default)
 NORMS = (dsi.layer_norm.default, dsi.rms_norm.default)

@@ -180,6 +180,7 @@ class LinearPlan:
 
     `x` is the prologue: an expression in r and k, rounded to `x_dtype` before the product. `reductions` are statistics over k that `x`
     uses. `row_stores` are values of the prologue that escape (in r and k): stored once a row, by the first column program.
+    `activations`: "int8" where rows of x are rounded to int8 before the product (`ir.quantised_ops.quantise_rows`); weights are int8 then.
     """
 
     rows: sympy.Expr
@@ -189,6 +190,7 @@ class LinearPlan:
     segments: tuple[Segment, ...]
     reductions: tuple[Reduction, ...] = ()
     row_stores: tuple[Store, ...] = ()
+    activations: str = ""
 
 
 @dataclass(frozen=True)

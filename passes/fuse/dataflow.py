@@ -14,14 +14,19 @@ from typing import Any
 
 import sympy
 import torch
-from dsi.ir import ops
+from dsi.ir import ops, quantised_ops
 from dsi.ir.errors import Refusal
 from dsi.ir.source import source_line
 from torch import fx
 
 aten = torch.ops.aten
 
-ANCHOR_KINDS: dict[Any, str] = {ops.linear: "linear", ops.attention: "attention", ops.embedding: "embedding"}
+ANCHOR_KINDS: dict[Any, str] = {
+    ops.linear: "linear",
+    quantised_ops.linear_int8: "linear",
+    ops.attention: "attention",
+    ops.embedding: "embedding",
+}
 
 _FACTORIES = {
     *(aten.arange, aten.full, aten.zeros, aten.ones, aten.empty, aten.scalar_tensor, aten.eye),

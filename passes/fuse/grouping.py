@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dsi.ir import ops
+from dsi.ir import ops, quantised_ops
 from dsi.ir.errors import Refusal
 from torch import fx
 
@@ -43,11 +43,12 @@ def _joins(partition: Partition, piece: Piece, node: fx.Node, legal: Callable[[P
 
 
 def _group_key(flow: Flow, linear: fx.Node) -> tuple:
-    """Linears with equal keys read the same rows: same input through the same views, same K, same dtypes."""
+    """Linears with equal keys read the same rows: same input through the same views, same K, same dtypes and number format."""
     x, weight = linear.args[0], linear.args[1]
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
     inner = weight.meta["val"].shape[0 if linear.kwargs.get("kn") else 1]
-    return (*_seen(x), str(inner), x.meta["val"].dtype, weight.meta["val"].dtype, linear.meta["val"].dtype)
+    number_format = linear.kwargs.get("group", 0), linear.kwargs.get("activations", "")
+    return (*_seen(x), str(inner), x.meta["val"].dtype, weight.meta["val"].dtype, linear.meta["val"].dtype, number_format)
 
 
 def _seen(node: fx.Node) -> tuple[Any, ...]:
@@ -58,7 +59,13 @@ def _seen(node: fx.Node) -> tuple[Any, ...]:
     return node, *steps
 
 
-_MAIN_INPUTS = {ops.linear: (0,), ops.attention: (0, 1, 2), ops.embedding: (1,), ops.kv_write: (1, 2)}
+_MAIN_INPUTS = {
+    ops.linear: (0,),
+    quantised_ops.linear_int8: (0,),
+    ops.attention: (0, 1, 2),
+    ops.embedding: (1,),
+    ops.kv_write: (1, 2),
+}
 
 
 def is_main_input(reader: fx.Node, argument: fx.Node) -> bool:
