@@ -1,0 +1,122 @@
+"""The engine's KV cache: keys and values of every layer in memory that stays where it is, under one length for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps of a token: heads, the sizes of a key and of a value, and their dtypes."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+
+
+class Layer(StaticLayer):
+    """Keys and values [rows, heads, slots, size] of one layer.
+
+    What is new is written behind the `length` tokens (int64, no dimensions) that all layers hold. Nothing here advances it: whoever runs
+    the model does, once for all layers, and may run more rows of a prompt than count.
+
+    Layers with a sliding window are no exception: masks count slots, and here every slot has its place.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, length: Tensor) -> None:
+        super().__init__(max_cache_len=keys.shape[2])
+        self.keys, self.values, self.cumulative_length = keys, values, length
+        self.device, self.batch_size, self.num_heads = keys.device, *keys.shape[:2]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values of new tokens [rows, heads, new, size]; returns all slots, those behind the new ones included."""
+        places = torch.arange(key_states.shape[2], device=key_states.device) + self.cumulative_length
+        self.keys.index_copy_(2, places, key_states)
+        self.values.index_copy_(2, places, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """(slots, the first slot): masks are made for all of them."""
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> Tensor:
+        """Tokens held before the call of the model that is under way."""
+        return self.cumulative_length
+
+
+class KeyValueStore:
+    """The memory of the engine's caches. It grows with the batch and with the tokens that are asked for, and is used again by every call.
+
+    `length` counts the tokens of every row, on the device.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
+        self.shapes = tuple(shapes)
+        self.device = device
+        self.rows = self.slots = 0
+        self.grown = 0  # how often the memory has moved
+        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        self._memory: list[tuple[Tensor, Tensor]] = []
+        self._caches: dict[int, Cache] = {}
+
+    def cache(self, rows: int, slots: int) -> Cache:
+        """A cache of `rows` rows with room for at least `slots` tokens each, emptied. It may have moved if it had to grow."""
+        if rows > self.rows or slots > self.slots:
+            self._grow(max(rows, self.rows), max(slots, self.slots))
+        if rows not in self._caches:
+            self._caches[rows] = Cache(layers=[Layer(keys[:rows], values[:rows], self.length) for keys, values in self._memory])
+        cache = self._caches[rows]
+        # Slots that no query sees have weight 0, and 0 times what an overflow may have left there is not 0.
+        torch._foreach_zero_([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
+        self.length.zero_()
+        return cache
+
+    @property
+    def bytes_a_token(self) -> int:
+        """Bytes of one token of one row, in all layers."""
+        return sum(
+            shape.heads * (shape.key_size * shape.key_dtype.itemsize + shape.value_size * shape.value_dtype.itemsize)
+            for shape in self.shapes
+        )
+
+    def _grow(self, rows: int, slots: int) -> None:
+        self._memory, self._caches = [], {}  # given back before the larger one is asked for
+        self.rows = self.slots = 0
+        for shape in self.shapes:
+            keys = torch.zeros(rows, shape.heads, slots, shape.key_size, dtype=shape.key_dtype, device=self.device)
+            values = torch.zeros(rows, shape.heads, slots, shape.value_size, dtype=shape.value_dtype, device=self.device)
+            self._memory.append((keys, values))
+        self.rows, self.slots = rows, slots
+        self.grown += 1
+
+
+def take_over(cache: Cache, theirs: Cache, tokens: int) -> None:
+    """Copy the `tokens` tokens of a caller's cache into the engine's. What a sliding window has let go of stays empty: no query sees it."""
+    for ours, layer in zip(cache.layers, theirs.layers, strict=True):
+        first = tokens - layer.keys.shape[2]
+        ours.keys[:, :, first:tokens].copy_(layer.keys)
+        ours.values[:, :, first:tokens].copy_(layer.values)
+
+
+def hand_over(cache: Cache, theirs: Cache, first: int, end: int) -> Cache:
+    """Append tokens `first` to `end` - 1 of the engine's cache to a caller's, as copies; returns the latter."""
+    for number, layer in enumerate(cache.layers):
+        theirs.update(layer.keys[:, :, first:end].clone(), layer.values[:, :, first:end].clone(), number)
+    return theirs
+
+
+def is_growing(cache: Any) -> bool:
+    """Whether `cache` is transformers' own growing cache, which can be taken over and added to."""
+    return type(cache) is DynamicCache and not cache.offloading and all(type(layer) in _GROWING for layer in cache.layers)
+
+
+_GROWING = (DynamicLayer, DynamicSlidingWindowLayer)

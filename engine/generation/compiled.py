@@ -1,0 +1,39 @@
+"""Functions compiled for one engine alone: nothing that another engine or the caller has compiled counts against them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from dsi.compiler.backend import dsi
+
+SHAPES = 64  # compiled forms of one function before a call with yet another shape is an error
+
+_numbers = itertools.count()
+
+
+def compiled(function: Callable[..., Any], options: dict[str, Any] | None, *, whole: bool) -> Callable[..., Any]:
+    """`function` (no method) under torch.compile with this backend. `whole`: an error where it is more than one graph.
+
+    Dynamo keeps compiled forms, their number and the shapes that it has seen by code object: this one is the function's own.
+    """
+    name = f"{function.__name__}_{next(_numbers)}"
+    own = types.FunctionType(
+        function.__code__.replace(co_name=name), function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    own.__wrapped__ = getattr(function, "__wrapped__", None) or function  # type: ignore[attr-defined]
+    return torch.compile(own, backend=dsi, options=options or None, fullgraph=whole)
+
+
+@contextlib.contextmanager
+def loudly() -> Iterator[None]:
+    """Within: a function that is called with too many shapes is an error. Dynamo would go on uncompiled in silence."""
+    limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 8 * SHAPES, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch({name: value for name, value in limits.items() if hasattr(torch._dynamo.config, name)}):
+        yield

@@ -1,0 +1,82 @@
+"""The model as transformers' `generate` sees it: its forward is compiled, and tokens are made by the engine's loop where that does the same.
+
+Everything that prepares a generation (configuration, special tokens, logits processors, stopping criteria) stays transformers' own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .compiled import compiled
+from .decoder import NotOurs
+
+Sample = Callable[..., Any]  # what `_sample` takes, without self; raises NotOurs
+Check = Callable[[int, int], None]  # (prompt, total) in tokens; raises ValueError
+
+
+class Facade:
+    """Makes stand-ins for a model. A stand-in shares the model's parts and weights, and has attributes of its own."""
+
+    def __init__(self, model: Any, options: dict[str, Any] | None, sample: Sample, check: Check) -> None:
+        self.model = model
+        self.options = options
+        self.forward = compiled_forward(model, options)
+        self._kind = _stand_in_class(type(model), sample, check, self._encoder)
+        self._encoders: dict[int, tuple[nn.Module, Any]] = {}
+
+    def stand_in(self) -> Any:
+        """The model of this moment, to call `generate` of."""
+        return _stand_in(self.model, self._kind, self.forward)
+
+    def _encoder(self, encoder: Any) -> Any:
+        known = self._encoders.get(id(encoder))
+        if known is None or known[0] is not encoder:
+            known = self._encoders[id(encoder)] = (encoder, compiled_forward(encoder, self.options))
+        return _stand_in(encoder, type(encoder), known[1])
+
+
+def compiled_forward(module: Any, options: dict[str, Any] | None) -> Callable[..., Any]:
+    """The forward of `module` compiled, under its own signature: transformers looks at that."""
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module.forward(*args, **kwargs)
+
+    return compiled(forward, options, whole=False)
+
+
+def _stand_in(module: Any, kind: type, forward: Callable[..., Any]) -> Any:
+    made = copy.copy(module)
+    made.__class__ = kind
+    made.__dict__["forward"] = forward
+    return made
+
+
+def _stand_in_class(base: type, sample: Sample, check: Check, compiled_encoder: Callable[[Any], Any]) -> type:
+    """A class with the name of `base`, which transformers looks at, too."""
+
+    def _sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return sample(input_ids, *args, **kwargs)
+        except NotOurs:
+            return base._sample(self, input_ids, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def _validate_generated_length(self: Any, generation_config: Any, input_ids_length: int, *args: Any, **kwargs: Any) -> None:
+        base._validate_generated_length(self, generation_config, input_ids_length, *args, **kwargs)  # type: ignore[attr-defined]
+        check(input_ids_length, generation_config.max_length)
+
+    def _valid_auto_compile_criteria(self: Any, *args: Any, **kwargs: Any) -> bool:
+        return False  # what is called is compiled already
+
+    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        encoder = base.get_encoder(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return compiled_encoder(encoder) if isinstance(encoder, nn.Module) and encoder is not self else encoder
+
+    own = [_sample, _validate_generated_length, _valid_auto_compile_criteria, get_encoder]
+    members = {function.__name__: function for function in own if hasattr(base, function.__name__)}
+    return type(base.__name__, (base,), {**members, "__module__": base.__module__, "__qualname__": base.__qualname__})

@@ -1,0 +1,184 @@
+"""Text generation with a compiled model: transformers' `generate`, run by the engine's own loop wherever that does the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .cache import hand_over
+from .compiled import loudly
+from .decoder import Decoder, NotOurs, examine, position_limit
+from .facade import Facade
+from .loop import Loop
+from .progress import compiling
+from .request import request_of
+from .steps import Steps, recorder_for
+
+log = logging.getLogger("dsi.engine")
+
+
+class Generator:
+    """Generates with `model`, a transformers model in eval mode, compiled.
+
+    `generate` takes what transformers' `generate` takes and returns what it returns. Greedy decoding and sampling of decoder-only models
+    run in the engine's own loop: prompt and decode step are compiled once each, the KV cache is the engine's, and on CUDA (`cuda_graph`)
+    a token is one launch of a recorded graph. Everything else runs in transformers' loops, which call the compiled forward.
+
+    max_out_tokens: tokens of a row, prompt and new ones, at most. min_out_tokens: as many must fit into memory from the start.
+    options: those of `torch.compile(model, backend="dsi", options=...)`.
+
+    One call runs at a time; others wait. What a call has returned is never written to again.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_out_tokens: int,
+        min_out_tokens: int = 1,
+        options: dict[str, Any] | None = None,
+        cuda_graph: bool = True,
+    ) -> None:
+        if min_out_tokens > max_out_tokens:
+            raise ValueError(f"dsi: min_out_tokens = {min_out_tokens} is more than max_out_tokens = {max_out_tokens}")
+        self.model = model
+        self.max_out_tokens, self.min_out_tokens = max_out_tokens, min_out_tokens
+        self.options, self.cuda_graph = options, cuda_graph
+        self.why_not_ours = ""  # why the last call ran in transformers' loops; "" where it did not
+        self.loop: Loop | None = None
+        self._refused = ""
+        self._facade = Facade(model, options, self._sample, self._check)
+        self._lock = threading.RLock()
+        self._done: Any = None
+        self._called = False
+
+    # ------------------------------------------------------------------------------------------------------------------ the two calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, compiled, without gradients: same arguments, same output."""
+        with torch.no_grad(), loudly():
+            new, self._called = not self._called, True
+            with compiling("forward", new):
+                return self._facade.stand_in()(*args, **kwargs)
+
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """transformers' `generate`: token ids, or a ModelOutput with `return_dict_in_generate`.
+
+        Raises ValueError, before anything is computed, where the prompt and the new tokens together are more than `max_out_tokens`, or
+        more than the model has positions for.
+        """
+        prompt = _prompt_length(self.model, inputs, kwargs)
+        if prompt is not None:
+            self._check(prompt, _asked(self.model, generation_config, kwargs, prompt))
+        with self._lock, torch.inference_mode(False), torch.no_grad(), loudly(), self._ordered():
+            self.why_not_ours = "the way to generate is none of the loop's"
+            return self._facade.stand_in().generate(inputs, generation_config=generation_config, **kwargs)
+
+    # --------------------------------------------------------------------------------------------------------------------- the loop
+
+    def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `_sample` by the engine's loop. Raises `NotOurs`."""
+        try:
+            loop = self._ready()
+            request = request_of(loop.decoder, loop.device, input_ids, *args, **kwargs)
+        except NotOurs as reason:
+            self.why_not_ours = str(reason)
+            log.debug("generation runs in transformers' loop: %s", reason)
+            raise
+        self._check(request.held + request.fed, request.total)
+        made = loop.run(request)
+        self.why_not_ours = ""
+        config = kwargs["generation_config"]
+        ids = made.ids.to(input_ids.device)
+        if request.streamer is not None:
+            request.streamer.end()
+        cache = request.past
+        if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
+            hand_over(made.cache, cache, request.held, made.held)
+        elif config.return_dict_in_generate:
+            cache = hand_over(made.cache, DynamicCache(config=self.model.config), 0, made.held)
+        if not config.return_dict_in_generate:
+            return ids
+        return GenerateDecoderOnlyOutput(sequences=ids, **{_CACHE_FIELD: cache})
+
+    def _ready(self) -> Loop:
+        """The loop, made at the first call. Raises `NotOurs` where the model is none for it."""
+        if self._refused:
+            raise NotOurs(self._refused)
+        if self.loop is None or self.loop.device != self.model.device:
+            try:
+                decoder: Decoder = examine(self.model)
+            except NotOurs as reason:
+                self._refused = str(reason)
+                raise
+            device = self.model.device
+            steps = Steps(recorder_for(device, self.cuda_graph))
+            self.loop = Loop(decoder, self.min_out_tokens, self.max_out_tokens, self.options, steps, device)
+        return self.loop
+
+    def _check(self, prompt: int, total: int) -> None:
+        asked = f"dsi: a prompt of {prompt} tokens and {total - prompt} new ones are {total} tokens"
+        if total > self.max_out_tokens:
+            raise ValueError(
+                f"{asked}, and the engine was made for max_out_tokens = {self.max_out_tokens}: ask for fewer, or make it larger"
+            )
+        positions = position_limit(self.model, self.model.config)
+        if positions is not None and total > positions:
+            raise ValueError(f"{asked}, and {type(self.model).__name__} has a table of {positions} positions: ask for fewer")
+
+    @contextlib.contextmanager
+    def _ordered(self) -> Iterator[None]:
+        """Within: work goes to the model's device, behind what the last call has queued there on whatever stream."""
+        device = self.model.device
+        if device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device):
+            if self._done is None:
+                self._done = torch.cuda.Event()
+            torch.cuda.current_stream().wait_event(self._done)
+            try:
+                yield
+            finally:
+                self._done.record()
+
+
+_CACHE_FIELD = next(
+    name for name in ("cache", "past_key_values") if name in {f.name for f in dataclasses.fields(GenerateDecoderOnlyOutput)}
+)
+
+
+def _prompt_length(model: Any, inputs: Tensor | None, given: dict[str, Any]) -> int | None:
+    """Tokens of the prompt, or those that a decoder behind an encoder starts with; None where it cannot be seen."""
+    name = "input_ids"
+    if model.config.is_encoder_decoder:
+        name, inputs = "decoder_input_ids", None
+    ids = inputs if inputs is not None else given.get(name)
+    if ids is None:
+        return 1 if given.get("inputs_embeds") is None else None
+    return ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 else None
+
+
+def _asked(model: Any, config: Any, given: dict[str, Any], prompt: int) -> int:
+    """Tokens of a row at most, as transformers will work it out: arguments, then the call's configuration, then the model's."""
+
+    def value(name: str) -> int | None:
+        found = (given.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
+        return next((number for number in found if number is not None), None)
+
+    if (new := value("max_new_tokens")) is not None:
+        return prompt + new
+    if (length := value("max_length")) is not None:
+        return length
+    default = prompt + 20
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return default if positions is None else min(default, positions)

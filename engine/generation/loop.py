@@ -1,0 +1,224 @@
+"""The engine's own loop: a prompt's step, then decode steps until every row is at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .buckets import cache_bucket, prompt_bucket
+from .cache import KeyValueStore, hand_over, take_over
+from .compiled import compiled
+from .decoder import Decoder
+from .progress import compiling
+from .reader import Copying, Direct, Reader
+from .sampling import Recipe
+from .state import State
+from .steps import Steps
+
+
+@dataclass
+class Request:
+    """One call of `generate`, prepared.
+
+    `ids` [rows, n]: the sequence so far, of which the last `fed` tokens are not in the cache yet. `mask` [rows, past + fed]: 0 where a
+    token is padding; None where none is. `positions` [rows or 1, fed], or None. `limit`: new tokens at most. `ends`: end-of-sequence
+    tokens, or None. `past`: a caller's cache with `held` tokens. `criteria`: looked at after every token; (ids, None) -> [rows] bool.
+    """
+
+    ids: Tensor
+    fed: int
+    limit: int
+    recipe: Recipe
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+    ends: Tensor | None = None
+    pad: Tensor | int = 0
+    past: Cache | None = None
+    held: int = 0
+    criteria: Callable[[Tensor, None], Tensor] | None = None
+    streamer: Any = None
+
+    @property
+    def total(self) -> int:
+        """Tokens of a row at most: those in the cache, those fed, and the new ones."""
+        return self.held + self.fed + self.limit
+
+
+@dataclass
+class Made:
+    """What came of a request: `ids` [rows, n + new], a copy, and the cache, whose first `held` tokens count; it is the engine's own."""
+
+    ids: Tensor
+    cache: Cache
+    held: int
+
+
+@dataclass(eq=False)
+class _Feed:
+    """A prompt in buffers that stay: ids and positions [rows, bucket], the place of its last token [1], and its length []."""
+
+    ids: Tensor
+    positions: Tensor
+    last: Tensor
+    length: Tensor
+
+
+@dataclass
+class Loop:
+    """Runs requests one at a time. `least`, `most`: tokens of a row that the cache holds at first, and at all."""
+
+    decoder: Decoder
+    least: int
+    most: int
+    options: dict[str, Any] | None
+    steps: Steps
+    device: torch.device
+    reader: Reader | None = None
+    _states: dict[tuple[int, int], State] = field(default_factory=dict)
+    _feeds: dict[tuple[int, int], _Feed] = field(default_factory=dict)
+    _compiled: set[Hashable] = field(default_factory=set)
+    _weights: Hashable = None
+    last_step: Hashable = None  # the key of the decode step that was run last
+
+    def __post_init__(self) -> None:
+        self.store = KeyValueStore(self.decoder.layers, self.device)
+        self.reader = self.reader or (Copying(self.device) if self.device.type == "cuda" else Direct())
+        decoder = self.decoder
+
+        def prompt(ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, last: Tensor) -> Tensor:
+            logits: Tensor = decoder.model(**decoder.arguments(ids, positions, mask, cache, last)).logits
+            return logits if decoder.keeps else logits.index_select(1, last)
+
+        def step(ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+            logits: Tensor = decoder.model(**decoder.arguments(ids, positions, mask, cache, None)).logits
+            return logits
+
+        self._prompt = compiled(prompt, self.options, whole=True)
+        self._step = compiled(step, self.options, whole=True)
+
+    def run(self, request: Request) -> Made:
+        """Generate. The cache and the state that it leaves are overwritten by the next run."""
+        rows = request.ids.shape[0]
+        moved = self.store.grown
+        cache = self.store.cache(rows, cache_bucket(request.total, self.least, self.most))
+        if self.store.grown != moved:
+            self._states.clear()
+        if self.store.grown != moved or self._weights != (weights := self.fingerprint()):
+            self.steps.forget()
+            self._weights = self.fingerprint()
+        if request.past is not None and request.held:
+            take_over(cache, request.past, request.held)
+        state = self._state(rows)
+        self._begin(state, request)
+        made = self._tokens(state, cache, request)
+        n = request.ids.shape[1]
+        return Made(state.ids[:, : n + made].clone(), cache, request.held + request.fed + made - 1)
+
+    def fingerprint(self) -> Hashable:
+        """Changes where a weight lies elsewhere or a module is another: what was recorded reads the old one."""
+        model = self.decoder.model
+        tensors = [*model.parameters(), *model.buffers()]
+        return tuple(id(part) for part in model.modules()), tuple(tensor.data_ptr() for tensor in tensors)
+
+    # ------------------------------------------------------------------------------------------------------------------- buffers
+
+    def _state(self, rows: int) -> State:
+        key = (rows, self.store.slots)
+        if key not in self._states:
+            self._states[key] = State(rows, self.store.slots, self.store.length)
+        return self._states[key]
+
+    def _begin(self, state: State, request: Request) -> None:
+        recipe = request.recipe
+        state.begin(request.ids, request.mask, request.ends, request.pad, recipe.numbers)
+        state.length.fill_(request.held)
+        if recipe.skipped is not None:
+            state.skipped.copy_(recipe.skipped)
+
+    def _feed(self, state: State, request: Request) -> _Feed:
+        """The prompt, padded behind its end: no token sees what comes after it, and what is generated overwrites it."""
+        rows, fed = state.rows, request.fed
+        bucket = prompt_bucket(fed, state.slots - request.held)
+        feed = self._feeds.get((rows, bucket))
+        if feed is None:
+            ids, positions = (torch.zeros(rows, bucket, dtype=torch.int64, device=self.device) for _ in range(2))
+            last = torch.zeros(1, dtype=torch.int64, device=self.device)
+            feed = self._feeds[rows, bucket] = _Feed(ids, positions, last, torch.zeros((), dtype=torch.int64, device=self.device))
+            if bucket > 1:
+                torch._dynamo.maybe_mark_dynamic(ids, 1)
+                torch._dynamo.maybe_mark_dynamic(positions, 1)
+        feed.ids.zero_()
+        feed.ids[:, :fed].copy_(request.ids[:, -fed:])
+        feed.positions.zero_()
+        if request.positions is not None:
+            feed.positions[:, :fed].copy_(request.positions)
+            state.position.copy_(request.positions[:, -1:])
+        feed.last.fill_(fed - 1)
+        feed.length.fill_(fed)
+        return feed
+
+    # ---------------------------------------------------------------------------------------------------------------------- steps
+
+    def _tokens(self, state: State, cache: Cache, request: Request) -> int:
+        """Run the steps; returns how many tokens a row has got."""
+        recipe = request.recipe
+        masked = state.rows > 1 or request.mask is not None or self.decoder.always_masked
+        mask = state.mask if masked else None
+        feed = self._feed(state, request)
+        bucket = feed.ids.shape[1]
+
+        def prompt() -> None:
+            if bucket == 1:
+                logits = self._step(feed.ids, feed.positions, mask, cache)
+            else:
+                logits = self._prompt(feed.ids, feed.positions, mask, cache, feed.last)
+            state.advance(recipe.pick(state, logits[:, -1]), feed.length)
+
+        def step() -> None:
+            logits = self._step(state.token, state.position, mask, cache)
+            state.advance(recipe.pick(state, logits[:, -1]), 1)
+
+        reader = self.reader
+        assert reader is not None
+        reader.begin(state.board)
+        kind = (state.rows, state.slots, masked, state.ending, recipe.key)
+        self.last_step = ("step", *kind)
+        lag = reader.lag if request.criteria is None else 0
+        taken = 0
+
+        def take(step: int) -> bool:
+            """Look at the tokens of a step; whether every row is at its end."""
+            row = reader.read(step)
+            if request.streamer is not None:
+                request.streamer.put(row[:-1].clone())
+            if request.criteria is not None:
+                done = request.criteria(state.ids[:, : request.ids.shape[1] + step + 1], None)
+                state.finished.logical_or_(done.to(state.finished.device))
+                return bool(state.finished.all())
+            return bool(row[-1])
+
+        for number in range(request.limit):
+            key, function = (("prompt", bucket, *kind), prompt) if number == 0 else (self.last_step, step)
+            with compiling("prompt" if number == 0 and bucket > 1 else "decode step", self._new(key)):
+                self.steps.run(key, function)
+            reader.queue(number)
+            while taken < number + 1 - lag:
+                taken += 1
+                if take(taken - 1):
+                    return taken
+        while taken < request.limit:
+            taken += 1
+            if take(taken - 1):
+                break
+        return taken
+
+    def _new(self, key: Hashable) -> bool:
+        if key in self._compiled:
+            return False
+        self._compiled.add(key)
+        return True

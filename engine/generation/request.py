@@ -1,0 +1,129 @@
+"""From what transformers' `generate` has prepared to a request for the engine's loop, or a sentence why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from .cache import is_growing
+from .decoder import Decoder, NotOurs
+from .loop import Request
+from .sampling import recipe
+
+CACHE_NAMES = ("cache", "past_key_values")
+KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES}
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def request_of(
+    decoder: Decoder,
+    device: torch.device,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **given: Any,
+) -> Request:
+    """The request for the arguments of transformers' `_sample`. Raises `NotOurs` where the loop would do something else."""
+    config = generation_config
+    _refuse_options(config, synced_gpus)
+    if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.shape[1] == 0:
+        raise NotOurs("the prompt holds no token ids")
+    for name, value in given.items():
+        if value is not None and name not in KNOWN:
+            raise NotOurs(f"the model is given {name!r}")
+    past, held = _past(given, config, decoder, input_ids.shape[0])
+    fed = _fed(input_ids, given.get("attention_mask"), config, held)
+    limit, ends, others = _stops(stopping_criteria, input_ids.shape[1])
+    pad = config._pad_token_tensor
+    return Request(
+        ids=input_ids.to(device),
+        fed=fed,
+        limit=limit,
+        recipe=recipe(logits_processor, config.do_sample),
+        mask=_mask(given.get("attention_mask"), device, input_ids.shape[0], held + fed),
+        positions=_positions(given.get("position_ids"), device, fed) if decoder.positions else None,
+        ends=None if ends is None else ends.to(device),
+        pad=0 if pad is None else pad.to(device),
+        past=past,
+        held=held,
+        criteria=others or None,
+        streamer=streamer,
+    )
+
+
+def _refuse_options(config: Any, synced_gpus: bool) -> None:
+    if synced_gpus:
+        raise NotOurs("GPUs generate in step")
+    if not config.use_cache:
+        raise NotOurs("use_cache is off")
+    if config.return_dict_in_generate and (asked := [name for name in OUTPUTS if getattr(config, name, None)]):
+        raise NotOurs(f"{asked[0]} is on")
+    if getattr(config, "prefill_chunk_size", None) is not None:
+        raise NotOurs("prefill_chunk_size is given")
+    if getattr(config, "is_assistant", False):
+        raise NotOurs("the model assists another one")
+    if config.cache_implementation not in (None, "dynamic", "static"):
+        raise NotOurs(f"cache_implementation is {config.cache_implementation!r}")
+
+
+def _past(given: dict[str, Any], config: Any, decoder: Decoder, rows: int) -> tuple[Any, int]:
+    """(the cache that transformers has made or the caller gave, or None; tokens in it)."""
+    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    if cache is None or (config.cache_implementation == "static" and not getattr(cache, "_is_user_defined", False)):
+        return None, 0
+    if not is_growing(cache):
+        raise NotOurs(f"the cache is the caller's own {type(cache).__name__}")
+    held = int(cache.get_seq_length())
+    if held and (len(cache.layers) != len(decoder.layers) or any(layer.keys.shape[0] != rows for layer in cache.layers)):
+        raise NotOurs("the caller's cache is of another model or batch")
+    return cache, held
+
+
+def _fed(ids: Tensor, mask: Tensor | None, config: Any, held: int) -> int:
+    """How many tokens at the end of `ids` the cache does not hold: all, or those behind it where `ids` starts with what it holds.
+
+    The mask's length tells, as it does for transformers.
+    """
+    n = ids.shape[1]
+    covered = mask.shape[1] if mask is not None else getattr(config, "_mask_length", -1)
+    fed = n - held if held and covered == n else n
+    if fed < 1:
+        raise NotOurs(f"{n} tokens are given, and the cache holds {held}")
+    return fed
+
+
+def _mask(mask: Tensor | None, device: torch.device, rows: int, tokens: int) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dim() != 2 or tuple(mask.shape) != (rows, tokens):
+        raise NotOurs(f"the attention mask is {tuple(mask.shape)}, not {(rows, tokens)}")
+    return None if rows == 1 and bool((mask == 1).all()) else mask.to(device)
+
+
+def _positions(positions: Tensor | None, device: torch.device, fed: int) -> Tensor:
+    if positions is None or positions.dim() != 2 or positions.shape[1] < fed:
+        raise NotOurs("positions are not [rows, tokens]")
+    return positions[:, -fed:].to(device)
+
+
+def _stops(criteria: Any, n: int) -> tuple[int, Tensor | None, Any]:
+    """(new tokens at most, end-of-sequence tokens or None, all other criteria)."""
+    limit, ends, others = None, None, StoppingCriteriaList()
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            limit = max(1, criterion.max_length - n)
+        elif type(criterion) is EosTokenCriteria:
+            ends = criterion.eos_token_id.reshape(-1)
+        elif hasattr(criterion, "eos_token_id"):
+            raise NotOurs(f"{type(criterion).__name__} has end-of-sequence tokens of its own")
+        else:
+            others.append(criterion)
+    if limit is None:
+        raise NotOurs("no length is the longest")
+    return limit, ends, others

@@ -1,0 +1,88 @@
+"""What a generation under way holds on the device: tokens, positions, masks and counters, in buffers that stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NUMBERS = ("least", "least_new", "repetition_skip", "begin", "forced_last")
+
+
+class State:
+    """Buffers for `rows` rows of up to `slots` tokens. A decode step reads and writes nothing else besides weights and cache.
+
+    * `ids` [rows, slots]: the sequence so far, prompt included; behind it each row repeats its last prompt token.
+    * `count`, `made` []: tokens in a row of `ids`, and tokens made. `length` []: those in the cache (shared with the cache).
+    * `token`, `position` [rows, 1]: what the next step reads, and its position. `mask` [rows, slots]: 0 in slots of padding.
+    * `finished` [rows]: rows that are at their end; they go on with `pad`. `ends` [n]: the end-of-sequence tokens.
+    * `board` [slots, rows + 1]: a row for each step: the tokens made, and whether every row is finished after it.
+    """
+
+    def __init__(self, rows: int, slots: int, length: Tensor) -> None:
+        device = length.device
+
+        def integers(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=device)
+
+        self.rows, self.slots, self.length = rows, slots, length
+        self.ids, self.mask = integers(rows, slots), integers(rows, slots)
+        self.token, self.position, self.skipped = integers(rows, 1), integers(rows, 1), integers(rows)
+        self.count, self.made, self.pad = integers(), integers(), integers()
+        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.board = integers(slots, rows + 1)
+        self.columns = torch.arange(slots, device=device)
+        self.ends: Tensor | None = None
+        self._numbers = {name: integers() for name in NUMBERS}
+        self._ends: dict[int, Tensor] = {}
+        self._constants: dict[tuple[int, ...], Tensor] = {}
+
+    def number(self, name: str) -> Tensor:
+        """A number that changes from call to call, as a tensor []."""
+        return self._numbers[name]
+
+    def constant(self, values: Sequence[int]) -> Tensor:
+        """int64 [n] on the device, made once."""
+        key = tuple(values)
+        if key not in self._constants:
+            self._constants[key] = torch.tensor(key, dtype=torch.int64, device=self.ids.device)
+        return self._constants[key]
+
+    def begin(self, ids: Tensor, mask: Tensor | None, ends: Tensor | None, pad: Tensor | int, numbers: dict[str, int]) -> None:
+        """Start with `ids` [rows, n]. mask [rows, m]: of the tokens in the cache and in the prompt, None where none is padding. `ends`:
+        None where no token ends a row."""
+        n = ids.shape[1]
+        self.ids[:, :n].copy_(ids)
+        self.ids[:, n:].copy_(ids[:, -1:].expand(-1, self.slots - n))
+        self.mask.fill_(1)
+        if mask is not None:
+            self.mask[:, : mask.shape[1]].copy_(mask)
+        self.count.fill_(n)
+        self.made.zero_()
+        self.finished.zero_()
+        self.pad.copy_(pad) if isinstance(pad, Tensor) else self.pad.fill_(pad)
+        self.ends = None
+        if ends is not None:
+            self.ends = self._ends.setdefault(len(ends), torch.empty_like(ends, device=self.ids.device))
+            self.ends.copy_(ends)
+        for name, value in numbers.items():
+            self._numbers[name].fill_(value)
+
+    @property
+    def ending(self) -> int:
+        """How many tokens end a row: part of what a step computes."""
+        return 0 if self.ends is None else len(self.ends)
+
+    def advance(self, token: Tensor, fed: Tensor | int) -> None:
+        """Take the `token` [rows] that was picked after the model was fed `fed` tokens a row."""
+        if self.ends is not None:
+            token = torch.where(self.finished, self.pad, token)
+            self.finished.logical_or_((token[:, None] == self.ends).any(1))
+        self.token.copy_(token[:, None])
+        self.ids.index_copy_(1, self.count[None], token[:, None])
+        self.board.index_copy_(0, self.made[None], torch.cat([token, self.finished.all()[None].to(torch.int64)])[None])
+        self.count.add_(1)
+        self.made.add_(1)
+        self.position.add_(1)
+        self.length.add_(fed)

@@ -1,0 +1,77 @@
+"""Steps of a generation: run as they are, or recorded as CUDA graphs and launched with one call each."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from dsi.runtime.graphs import CudaRecorder, Recorder
+
+log = logging.getLogger("dsi.engine")
+
+GRAPHS = 32  # recorded steps that an engine keeps; the least recently used one gives way
+
+
+class Steps:
+    """Runs steps by key. A step with a key reads and writes the same memory each time it is run, and computes the same.
+
+    The first run with a key is the step itself (kernels are compiled and loaded then), the second records it, which executes nothing, and
+    launches the record, as every later one does. Without a `recorder` every run is the step itself. A step that cannot be recorded goes on
+    as it is; `problem` says why.
+    """
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self.recorder = recorder
+        self.problem = ""
+        self.launched = self.plain = 0  # records launched, and steps run as they are, so far
+        self._recorded: OrderedDict[Hashable, tuple[Callable[[], None], Any]] = OrderedDict()
+        self._seen: set[Hashable] = set()
+
+    def run(self, key: Hashable, step: Callable[[], Any]) -> None:
+        """Run `step`, or what was recorded of it."""
+        found = self._recorded.get(key)
+        if found is None and key in self._seen and self.recorder is not None and self.recorder.may_record():
+            found = self._record(key, step, self.recorder)
+        if found is None:
+            self._seen.add(key)
+            self.plain += 1
+            step()
+            return
+        self._recorded.move_to_end(key)
+        self.launched += 1
+        found[0]()
+
+    def replay(self, key: Hashable) -> Callable[[], None] | None:
+        """What launches the record of `key`, to be measured; None where there is none."""
+        found = self._recorded.get(key)
+        return found[0] if found is not None else None
+
+    def forget(self) -> None:
+        """Memory that steps use has moved: record them anew."""
+        self._recorded.clear()
+        self._seen.clear()
+
+    def _record(self, key: Hashable, step: Callable[[], Any], recorder: Recorder) -> tuple[Callable[[], None], Any] | None:
+        def run() -> tuple[()]:
+            step()
+            return ()
+
+        try:
+            replay, _ = recorder.record(run, "engine")
+        except (RuntimeError, ValueError) as error:
+            self.recorder = None
+            self.problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            log.warning("dsi: no CUDA graph of a decode step could be recorded, so every kernel is launched by itself: %s", self.problem)
+            return None
+        self._recorded[key] = (replay, step)  # the step holds whatever its kernels read
+        if len(self._recorded) > GRAPHS:
+            self._recorded.popitem(last=False)
+        return self._recorded[key]
+
+
+def recorder_for(device: torch.device, wanted: bool) -> Recorder | None:
+    """CUDA's recorder where graphs are wanted and there is something to record."""
+    return CudaRecorder() if wanted and device.type == "cuda" else None
