@@ -102,6 +102,24 @@ def columns_of(segment: t.Segment) -> tuple[Columns, ...]:
     return known[1]
 
 
+def cuts_of(plan: t.LinearPlan) -> list[tuple[int, t.Segment, Columns]]:
+    """(segment number, segment, columns) of everything that programs share out, in the order of programs.
+
+    A segment whose columns stand alone is cut into as many runs as the others have parts, where it can be, so that each program has the
+    same amount of a weight to read: where q and k are halves of heads side by side, v is two runs of columns.
+    """
+    found = [(number, segment, columns) for number, segment in enumerate(plan.segments) for columns in columns_of(segment)]
+    most = max(columns.parts for _, _, columns in found)
+    result = []
+    for number, segment, columns in found:
+        size = columns.size
+        alone = columns.parts == 1 and not columns.held and columns.lanes == columns.hold
+        if alone and most > 1 and size.is_Integer and int(size) % most == 0:
+            columns = Columns(size, int(size), int(size) // most, most)
+        result.append((number, segment, columns))
+    return result
+
+
 def _cut(segment: t.Segment) -> tuple[Columns, ...]:
     size, hold = sympy.sympify(segment.size), int(segment.hold)
     norms = bool(segment.reductions)

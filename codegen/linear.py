@@ -16,7 +16,7 @@ import sympy
 from dsi.ir import tile as t
 
 from .builder import Block, Builder
-from .columns import Columns, U, ceil_div, columns_of
+from .columns import Columns, U, ceil_div, cuts_of
 from .deferred import deferred_norm, unconditional
 from .integers import normalise
 from .kernel import Choice
@@ -90,9 +90,7 @@ class Linear:
         plan, choice, body = self.plan, self.choice, self.builder.body
         self.builder.names.new("r"), self.builder.names.new("r_in")
         constant = self.builder.constant
-        self.cuts: list[tuple[int, t.Segment, Columns]] = [
-            (number, segment, columns) for number, segment in enumerate(plan.segments) for columns in columns_of(segment)
-        ]
+        self.cuts = cuts_of(plan)
         # Sums that a program holds side by side, at most.
         self.most_sums = max(len(segment.windows) * columns.parts for _, segment, columns in self.cuts)
         self.programs = sum((columns.programs(choice.block_n) for _, _, columns in self.cuts), sympy.Integer(0))

@@ -161,8 +161,10 @@ class Products:
         return Printer(self.builder, self.body, self.linear.tile("r")).integer(normalise(self.inner), 1)
 
     def mask_needed(self, beyond: bool = False) -> bool:
-        whole = divisible(self.inner, self.choice.block_k) if self.choice.split == 1 else self.linear.even
-        return beyond or not whole
+        """Whether a step may hold positions beyond the end: the last one; one of a program that has nothing to sum, where a step is taken
+        without a loop around it."""
+        cut = not divisible(self.inner, self.choice.block_k)
+        return beyond or cut or (not self.linear.even and (self.straight or self.schedule == "gemv"))
 
     def steps_at(self, block: Block, hint: str, start: str, beyond: bool = False) -> str:
         """Writes the positions of one step, from `start` on; `beyond`: a step may lie beyond the end."""
