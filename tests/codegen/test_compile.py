@@ -47,14 +47,14 @@ QUICK = (
 )
 
 
-def kernels_of(name: str, dtype: torch.dtype):
+def kernels_of(name: str, dtype: torch.dtype, capability: int):
     with torch.device("meta"):
         case = CASES[name](dtype)
-    return case, generate(case.spec)
+    return case, generate(case.spec, device=DEVICES[capability])
 
 
 def check(name: str, dtype: torch.dtype, capability: int, wanted=lambda kernel: True) -> None:
-    case, kernels = kernels_of(name, dtype)
+    case, kernels = kernels_of(name, dtype, capability)
     for kernel in filter(wanted, kernels):
         used = resources(case, kernel, capability)
         label = f"{name} {dtype}, {kernel.schedule} for {kernel.max_rows} rows, sm_{capability}: {used} with {kernel.launches[0].constants}"
@@ -71,7 +71,7 @@ def test_no_spills(name, rows, capability):
 @pytest.mark.parametrize("name", ["llama_8b_qkv", "neox_qkv", "attention_80", "embedding", "causal_mask"])
 def test_sizes_of_one_are_constants_to_triton(name):
     """A decoding step has one row: sizes that are 1 arrive as compile-time constants, which have no methods."""
-    case, kernels = kernels_of(name, torch.bfloat16)
+    case, kernels = kernels_of(name, torch.bfloat16, 90)
     assert resources(case, kernels[0], 90, ones=True)["STACK"] == 0
 
 

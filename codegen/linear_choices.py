@@ -1,0 +1,165 @@
+"""The blocks, warps and stages that are worth trying for a linear region, best first by the model.
+
+What is listed are tiles that a program can hold in its registers and its processor's shared memory, and that keep whole groups of columns
+where an epilogue needs them. The order is `linear_cost`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+from .devices import Device
+from .kernel import Choice
+from .linear_cost import LinearWork, linear_seconds, programs_of, shared_bytes
+from .roofline import power_of_two
+
+MOST = 36  # candidates that are handed out
+MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
+GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
+SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
+# fp32 sums that a thread holds, by what else its registers are for: an epilogue with several parts or norms.
+SUMS, SUMS_CROWDED, SUMS_LARGE = 64, 32, 128  # the last: of one large tile, on units that keep sums apart from operands
+GEMV_SUMS, GEMV_SUMS_WIDE = 32, 16
+COMPUTED = 16  # elements of the rows that a thread computes for one step of `tiled`, where they are not multiplied as they are loaded
+LOADED = 16  # bytes that a thread should load at once
+LINE_BYTES = 64  # bytes of a row that are cheap to read contiguously
+PREFETCH, PREFETCH_LINE = 4 << 20, 128  # bytes of all weights that a launch asks for ahead; the least of a row
+SCRATCH = 4 << 10  # bytes of shared memory left for reductions and layouts
+# fp32 operands are multiplied out of registers, so few of many tiles fit: (block_m, block_n, block_k, warps, stages).
+TILES_WIDE = (
+    *((16, 16, 32, 4, 2), (16, 16, 64, 4, 2), (16, 32, 32, 4, 2), (16, 32, 64, 4, 2), (16, 64, 32, 4, 2)),
+    *((32, 32, 32, 4, 2), (32, 64, 32, 4, 2), (64, 64, 16, 8, 2)),
+)
+
+
+@functools.lru_cache(maxsize=512)
+def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tuple[Choice, ...]:
+    """Choices for at most `rows` rows (None: any number), best first; never empty. `work` is that of a typical number of rows."""
+    found: list[Choice] = []
+    if rows is not None and rows <= GEMV_ROWS:
+        found += _gemv(work, rows, device)
+    if rows is not None and rows <= SKINNY_ROWS and not work.wide:
+        found += _skinny(work, rows, device)
+    if rows is None or rows > SKINNY_ROWS or not found:
+        found += _tiled(work, rows, device)
+    found = found or [_least(work, rows)]
+    timed = sorted((linear_seconds(work, choice, device), -choice.block_n, number) for number, choice in enumerate(found))
+    kept: list[Choice] = []
+    alike: Counter[tuple[object, ...]] = Counter()
+    for _, _, number in timed:
+        choice = found[number]
+        tile = (choice.schedule, choice.block_m, choice.block_n, choice.block_k)
+        alike[tile] += 1
+        alike[tile[:1]] += 1
+        if alike[tile] <= ALIKE and alike[tile[:1]] <= MOST_OF_ONE and len(kept) < MOST:
+            kept.append(choice)
+    return tuple(kept)
+
+
+def statistics_block(work: LinearWork, block_m: int, warps: int) -> int:
+    """Columns a step of the passes over rows: what keeps 32 values a thread, at most the whole row."""
+    return max(min(warps * 1024 // block_m, power_of_two(work.inner), 4096), 16)
+
+
+def _gemv(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
+    height, inner = power_of_two(max(rows, 1)), power_of_two(work.inner)
+    line = LINE_BYTES // work.x_bytes
+    most = GEMV_SUMS_WIDE if work.wide else GEMV_SUMS
+    for block_n, block_k, warps, split in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), _powers(8, 2048), (2, 4, 8), (1, 2, 4, 8)):
+        if block_n < work.held or (block_n > work.held and block_n > 64) or block_k > inner:
+            continue
+        # A warp reads whole runs of what lies side by side, 16 bytes a lane.
+        runs = block_n >= line if work.across else block_k >= min(inner, line if work.held > 1 else 8 * line)
+        elements = block_n * block_k / (32 * warps)
+        loaded = elements * work.x_bytes >= LOADED or block_k == inner
+        if not runs or not loaded or elements * height * work.accumulators > most:
+            continue
+        share = -(-work.inner // split)
+        ahead = _prefetch(work, share - block_k, split) if share > block_k else 0
+        choice = Choice("gemv", rows, height, block_n, block_k, statistics_block(work, height, warps), warps, 1, split, ahead)
+        if split == 1 or (split * block_k <= work.inner and programs_of(work, choice) <= 6 * device.processors):
+            yield choice
+
+
+def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
+    height = max(power_of_two(rows), SHORTEST)
+    for block_n, block_k, warps, stages, split in itertools.product(
+        (32, 64, 128, 256), (64, 128, 256, 512), (4, 8), (2, 3, 4, 5), (1, 2, 4, 8)
+    ):
+        if block_n < work.held or (block_n > 128 and work.held <= 128) or (warps == 8 and block_n < 64):
+            continue
+        share = -(-work.inner // split)
+        steps = -(-share // block_k)
+        if (block_k > 64 and block_k > share) or (steps < stages and stages > 2) or steps * block_k * split > 1.15 * work.inner + 64:
+            continue
+        if work.accumulators * block_n * height > 32 * warps * (SUMS_CROWDED if work.crowded else SUMS):
+            continue
+        choice = Choice(
+            "skinny",
+            rows,
+            height,
+            block_n,
+            block_k,
+            statistics_block(work, height, warps),
+            warps,
+            stages,
+            split,
+            _prefetch(work, share, split),
+        )
+        if not _fits(work, choice, device) or (split > 1 and programs_of(work, choice) > 6 * device.processors):
+            continue
+        yield choice
+
+
+def _prefetch(work: LinearWork, share: int, split: int) -> int:
+    """Bytes of each row of a weight to ask for ahead, of a share of the contracted dimension; 0 where columns lie side by side."""
+    each = PREFETCH // (work.columns * split)
+    row = share * work.weight_bytes // (work.inner * work.columns)
+    if work.across or row < PREFETCH_LINE:
+        return 0
+    return max(min(power_of_two(each + 1) // 2, power_of_two(row + 1) // 2), PREFETCH_LINE)
+
+
+def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choice]:
+    inner = max(power_of_two(work.inner), 16)
+    tiles: Iterator[tuple[int, ...]] = itertools.product((16, 32, 64, 128), (32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4))
+    for block_m, block_n, block_k, warps, stages in TILES_WIDE if work.wide else tiles:
+        if rows is not None and block_m > max(power_of_two(rows), 16):
+            continue
+        if rows is None and block_m < (32 if work.wide else 64) and work.held == 1:
+            continue
+        budget = 32 * warps * (SUMS_CROWDED if work.crowded else SUMS) // (4 if work.wide else 1)
+        if block_m * block_n == 128 * 256 and not (work.crowded or work.joined) and device.capability >= 90:
+            budget = 32 * warps * SUMS_LARGE
+        if work.wide:
+            while block_n > 16 and work.accumulators * block_m * block_n > budget:
+                block_n //= 2
+            block_n = max(block_n, work.held)
+        sums = work.accumulators * block_m * block_n
+        if block_n < work.held or sums > budget or (not work.wide and sums < 32 * warps * 4):
+            continue
+        if not (work.bare or work.wide) and block_m * block_k > 32 * warps * COMPUTED:
+            continue
+        choice = Choice("tiled", rows, block_m, block_n, min(block_k, inner), statistics_block(work, block_m, warps), warps, stages)
+        if _fits(work, choice, device):
+            yield choice
+
+
+def _least(work: LinearWork, rows: int | None) -> Choice:
+    """Where a group is wider than any block, or more sums stand side by side than a program should hold."""
+    if rows is not None and rows <= GEMV_ROWS:
+        height = power_of_two(max(rows, 1))
+        return Choice("gemv", rows, height, max(work.held, 4), 8, statistics_block(work, height, 8), 8, 1)
+    inner = max(power_of_two(work.inner), 16)
+    return Choice("tiled", rows, 16, max(work.held, 16), min(32, inner), statistics_block(work, 16, 8), 8, 2)
+
+
+def _fits(work: LinearWork, choice: Choice, device: Device) -> bool:
+    return shared_bytes(work, choice) + SCRATCH <= device.shared
+
+
+def _powers(least: int, most: int) -> list[int]:
+    return [1 << exponent for exponent in range((least - 1).bit_length(), most.bit_length())]

@@ -1,0 +1,243 @@
+"""The time of a linear region's kernel, in closed form.
+
+A program streams tiles of the weights. How fast is decided by the slowest of: memory at its full rate; the programs' own pace, which is the
+bytes that they have asked for and not yet got, over the latency of memory (Little's law); the last-level cache, from which every column
+program reads the rows again; the processor with the most programs; the arithmetic. Around that come costs a kernel has once: the gap to
+the kernel before, the first tile, the passes for row statistics, and where programs share the contracted dimension, their meeting.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import sympy
+from dsi.ir import tile as t
+
+from .columns import Columns, columns_of
+from .deferred import deferred_norm
+from .devices import Device
+from .kernel import Choice
+from .layout import Interner
+from .roofline import evaluate, traffic, typical, within
+
+# Seconds of a kernel's first and last instructions: arguments and index arithmetic; epilogue and stores. The matrix units come on top of
+# that with their way through shared memory and the change of layouts behind them.
+START, END, MATRIX = 0.4e-6, 0.4e-6, 0.5e-6
+PASS = 0.7e-6  # a pass over rows for a statistic: read once more, and a reduction across the program
+MEETING = 1.2e-6  # programs that share a sum: writing it, counting arrivals, reading the others'
+STEP = {"gemv": 0.04e-6, "skinny": 0.12e-6, "tiled": 0.12e-6}  # the least that one step of a loop takes
+CONVERSIONS = 1.5  # operations beside the multiply-adds for each element of a weight on the vector units
+REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
+# The share of the matrix units' rate that a tile reaches, where the operand that moves less is at least 64 tall (as the newer units want
+# it) and where it is not.
+TALL, SHORT = 0.8, 0.6
+# What is left of that where the rows are computed on their way to the matrix units, and not loaded straight into shared memory.
+COMPUTED = 0.6
+ALIGNED = 16  # columns of which loads take several at once
+SUSTAINED = 0.97  # of the bandwidth of a plain stream, where tiles are read
+OVERDRAW = 1.6  # times its even share of the bandwidth that one processor can draw
+RESIDENT = 0.6  # of memory's latency, where most tiles come from the last-level cache
+SHARPNESS = 5  # how hard the slowest of several limits decides; the larger, the nearer to a plain maximum
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One set of a segment's columns: `positions` in each part, and for one position, its accumulators (windows times parts) and the bytes
+    of their weights along one k."""
+
+    columns: Columns
+    positions: int
+    accumulators: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class LinearWork:
+    """What the time of a linear region depends on at a number of rows, worked out once for all choices."""
+
+    rows: int
+    inner: int
+    moved: float  # bytes that memory must read and write at least
+    x_bytes: int  # of one element of the rows
+    cuts: tuple[Cut, ...]
+    across: bool  # weights are stored [K, N]: what lies side by side in memory are columns
+    reductions: tuple[str, ...]  # kinds of the row statistics
+    deferred: frozenset[str]  # schedules that need no pass for them, since the norm's factor comes after the product
+    bare: bool  # the rows are multiplied as they are loaded
+    crowded: bool  # an epilogue needs registers for more than its sums
+    joined: bool  # an epilogue reads another tensor by row and column
+    wide: bool  # products in fp32, outside the matrix units
+
+    @property
+    def held(self) -> int:
+        """Positions that a block must have so that it holds whole groups of every segment that needs them; 1 where none does."""
+        return max(cut.columns.padded for cut in self.cuts)
+
+    @property
+    def accumulators(self) -> int:
+        """The most sums that a program holds side by side."""
+        return max(cut.accumulators for cut in self.cuts)
+
+    @property
+    def columns(self) -> int:
+        """Columns of all accumulators together."""
+        return sum(cut.positions * cut.accumulators for cut in self.cuts)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.inner * sum(cut.positions * cut.weight_bytes for cut in self.cuts)
+
+    def passes(self, choice: Choice) -> int:
+        """Times that a program reads its rows before the products."""
+        if choice.schedule in self.deferred:
+            return 0
+        kept = self.inner <= choice.block_s
+        return sum(2 if kind == "layer" and not kept else 1 for kind in self.reductions)
+
+
+def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int]) -> LinearWork:
+    """The work of a linear region at `rows` rows; `assumed` are the values of its size symbols."""
+    plan = spec.plan
+    assert isinstance(plan, t.LinearPlan)
+    cuts = []
+    for segment in plan.segments:
+        weights = sum(spec.inputs[window.weight].dtype.itemsize for window in segment.windows)
+        for columns in columns_of(segment):
+            cuts.append(Cut(columns, typical(columns.positions), len(segment.windows) * columns.parts, weights * columns.parts))
+    return LinearWork(
+        rows,
+        typical(plan.inner),
+        evaluate(traffic(spec), assumed),
+        plan.x_dtype.itemsize,
+        tuple(cuts),
+        any(window.kn for segment in plan.segments for window in segment.windows),
+        tuple(reduction.kind for reduction in plan.reductions),
+        frozenset(schedule for schedule in STEP if deferred_norm(plan, schedule) is not None),
+        isinstance(plan.x, t.Load),
+        _crowded(plan) or (_joined(plan) and any(cut.positions % ALIGNED for cut in cuts)),
+        _joined(plan),
+        plan.x_dtype.itemsize >= 4,
+    )
+
+
+def held_lanes(plan: t.LinearPlan) -> int:
+    """`LinearWork.held` of a plan."""
+    return max(columns.padded for segment in plan.segments for columns in columns_of(segment))
+
+
+def accumulators(plan: t.LinearPlan) -> int:
+    """`LinearWork.accumulators` of a plan."""
+    return max(len(segment.windows) * columns.parts for segment in plan.segments for columns in columns_of(segment))
+
+
+def _crowded(plan: t.LinearPlan) -> bool:
+    """Whether an epilogue works on several parts, or takes norms over groups."""
+    return any(segment.reductions or any(columns.parts > 1 for columns in columns_of(segment)) for segment in plan.segments)
+
+
+def _joined(plan: t.LinearPlan) -> bool:
+    """Whether an epilogue reads another tensor by row and column."""
+    interner = Interner()
+    stores = [store for segment in plan.segments for store in segment.stores]
+    roots = [*(store.value for store in stores), *(c for store in stores for c in store.coords if isinstance(c, t.Expr))]
+    return any(isinstance(expr, t.Load) and {t.R, t.C} <= interner.symbols(expr) for expr in within(roots))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- resources
+
+
+def shared_bytes(work: LinearWork, choice: Choice) -> int:
+    """Bytes of shared memory that a program needs for the tiles of its loop."""
+    if choice.schedule == "gemv":
+        return 0
+    tile = choice.block_n * max(cut.weight_bytes for cut in work.cuts) + choice.block_m * work.x_bytes
+    return tile * choice.block_k * max(choice.num_stages, 1)
+
+
+def registers(work: LinearWork, choice: Choice) -> int:
+    """About how many registers a thread needs."""
+    threads = 32 * choice.num_warps
+    if choice.schedule == "gemv":
+        elements = choice.block_n * choice.block_k * work.accumulators / threads
+        loaded = choice.block_n * choice.block_k * max(cut.weight_bytes for cut in work.cuts) / threads / 4
+        return int(32 + elements * choice.block_m + 2 * loaded + 8 * choice.block_m)
+    sums = work.accumulators * choice.block_m * choice.block_n / threads
+    return int(48 + sums * (1.5 if work.crowded else 1.0) + (sums if work.wide else 0))
+
+
+def resident(work: LinearWork, choice: Choice, device: Device) -> int:
+    """Programs that one processor runs at a time."""
+    threads = 32 * choice.num_warps
+    shared = shared_bytes(work, choice)
+    by_shared = device.shared // shared if shared else PROGRAMS
+    return max(1, min(REGISTERS // (registers(work, choice) * threads), THREADS // threads, by_shared, PROGRAMS))
+
+
+def programs_of(work: LinearWork, choice: Choice) -> int:
+    """Programs of a launch."""
+    shares = math.ceil(work.rows / choice.block_m) * choice.split
+    return shares * sum(math.ceil(cut.positions / cut.columns.width(choice.block_n)) for cut in work.cuts)
+
+
+# ------------------------------------------------------------------------------------------------------------------------- time
+
+
+def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:
+    """Seconds of one launch behind another kernel, the gap between them included."""
+    processors, few = device.processors, choice.schedule in ("gemv", "skinny")
+    programs, together = programs_of(work, choice), resident(work, choice, device)
+    steps = math.ceil(math.ceil(work.inner / choice.split) / choice.block_k)
+    blocks = math.ceil(work.rows / choice.block_m) * choice.split
+    tiles = [
+        (blocks * math.ceil(cut.positions / cut.columns.width(choice.block_n)), choice.block_n * choice.block_k, cut) for cut in work.cuts
+    ]
+    tile_bytes = max(size * cut.weight_bytes for _, size, cut in tiles)
+    rows = min(choice.block_m, work.rows)
+    rows_read = rows * work.inner / choice.split * work.x_bytes  # by each program, in one pass
+    read = work.inner / choice.split * choice.block_n * max(cut.weight_bytes for cut in work.cuts) + rows_read
+    again = sum(count * work.inner / choice.split * choice.block_n * cut.weight_bytes for count, _, cut in tiles) + programs * rows_read
+    fill = programs / (math.ceil(programs / processors) * processors)
+
+    waves = math.ceil(programs / (processors * together))
+    latency = device.latency * (1.0 if few else RESIDENT)
+    step = max(latency / max(choice.num_stages - 1, 1), STEP[choice.schedule])
+    arithmetic = sum(count * steps * size * cut.accumulators for count, size, cut in tiles)  # elements of weights, padding too
+    if choice.schedule == "gemv":
+        compute = arithmetic * (choice.block_m + CONVERSIONS) / (device.vector / 2 * fill)
+    else:
+        compute = 2 * arithmetic * max(choice.block_m, 8) / (_matrix_rate(work, choice, device) * fill)
+    limits = (
+        work.moved / (SUSTAINED * device.bandwidth),
+        waves * (latency + steps * step),
+        again / device.cache,
+        math.ceil(programs / processors) * read / (OVERDRAW * device.bandwidth / processors),
+        compute,
+    )
+    busy = sum(limit**SHARPNESS for limit in limits) ** (1 / SHARPNESS)
+
+    once = START + END + (device.dependent if few else device.launch) + (0.0 if choice.schedule == "gemv" else MATRIX)
+    on_processor = min(together, math.ceil(programs / processors))
+    once += work.passes(choice) * (PASS + rows_read * on_processor / (device.cache / processors))
+    if choice.split > 1:
+        once += MEETING + 2 * 4 * choice.split * work.rows * work.columns / device.cache
+    if few:
+        # What is asked for before the wait arrives during the gap.
+        asked = choice.prefetch * work.columns * choice.split + (programs * tile_bytes if choice.schedule == "gemv" else 0)
+        once -= min(asked / device.bandwidth, device.dependent / 2)
+    return busy + once
+
+
+def _matrix_rate(work: LinearWork, choice: Choice, device: Device) -> float:
+    if work.wide:
+        return device.vector * 0.5
+    rate = device.matrix[2]
+    if choice.schedule == "skinny":
+        return rate * (TALL if choice.block_n >= 64 and choice.num_warps % 4 == 0 and device.capability >= 90 else SHORT)
+    # Small tiles read their operands more often than they multiply: half of the rate at 64 x 64, most of it at 128 x 128.
+    area = choice.block_m * choice.block_n * work.accumulators
+    rate *= area / (area + 64 * 64)
+    if not work.bare:
+        rate *= COMPUTED
+    return rate if choice.block_m >= 64 else rate * SHORT
