@@ -13,7 +13,7 @@ from torch import fx
 
 from .cache import DiskCache
 from .graphs import GraphedProgram, written_inputs
-from .inductor_api import static_input_indices
+from .inductor_api import static_inputs
 from .kernels import device_name, kernels_for
 from .launch import GeneratedKernel
 from .program import Kernels, Program, RegionKernel, build
@@ -42,7 +42,7 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
         if reason:
             context.report.notes.append(f"mode {mode!r}: every kernel is launched by itself: {reason}")
         else:
-            run = GraphedProgram(program, example_inputs, static_input_indices(), written_inputs(gm), context)
+            run = GraphedProgram(program, example_inputs, static_inputs(gm), written_inputs(gm), context)
 
     def call(inputs: list[Any]) -> Sequence[Any]:
         with torch.cuda.device(index):

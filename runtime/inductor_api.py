@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .packs import PACKED
+
 
 @functools.cache
 def compile_lock() -> Any:
@@ -50,6 +52,14 @@ def static_input_indices() -> tuple[int, ...]:
     tracing = torch._guards.TracingContext.try_get()
     metadata = tracing.fw_metadata if tracing is not None else None
     return tuple(metadata.static_input_indices or ()) if metadata is not None else ()
+
+
+def static_inputs(gm: fx.GraphModule) -> list[int]:
+    """Numbers of the placeholders of `gm`, a graph of the compilation under way, that keep their address between calls: those that
+    AOTAutograd found, and packs of weights."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    found = {number for number in static_input_indices() if number < len(placeholders)}
+    return sorted(found | {number for number, node in enumerate(placeholders) if PACKED in node.meta})
 
 
 def fake_mode_of(inputs: Sequence[Any]) -> Any:
@@ -104,7 +114,7 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, 
     from torch._inductor import compile_fx, config
     from torch._inductor.virtualized import V
 
-    static = [number for number in static_input_indices() if number < len(inputs)]
+    static = static_inputs(gm)
     with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch(patches):
         gm = _joint_graph_passes(compile_fx, gm, inputs)
         output = next(iter(reversed(gm.graph.nodes)))

@@ -58,7 +58,9 @@ class GeneratedKernel:
 
 def programmatic(device: torch.device) -> bool:
     """Whether kernels of a device may start before the one before them has ended (programmatic dependent launch): sm_90 and later."""
-    return device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def settle(launch: Launch, able: bool, overlaps: bool) -> dict[str, Any]:

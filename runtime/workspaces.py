@@ -32,6 +32,11 @@ def stream_of(device: torch.device) -> Hashable:
     return index, torch._C._cuda_getCurrentRawStream(index)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now is recorded into a CUDA graph, and not executed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class _Recording(threading.local):
     stream: Hashable = None
     used: list[torch.Tensor] | None = None  # None: this thread records nothing
@@ -74,7 +79,7 @@ class ScratchMemory:
         kept: dict[Any, torch.Tensor] = self._kept.__dict__.setdefault("tensors", {})
         used = _recording.used
         key = (size, _recording.stream if used is not None else stream_of(self.device))
-        if self.device.type == "cuda" and (used is None or key not in kept) and torch.cuda.is_current_stream_capturing():
+        if (used is None or key not in kept) and is_capturing(self.device):
             # Nothing is executed now, so that nothing may be kept that ought to be zero; whoever records replays the filling too.
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         if key not in kept:

@@ -226,3 +226,63 @@ def test_a_function_that_is_not_known_is_an_internal_error():
 def test_a_size_that_no_input_gives_is_an_internal_error():
     with pytest.raises(DsiInternalError, match=r"size a .* can be read from no input"):
         Sizes([]).compile(A * 2)
+
+
+# ------------------------------------------------------------------------------------ what may start before the kernel before it ends
+
+
+def early(gm, outer) -> list[bool]:
+    """Of each region in order: whether its kernel may start while the one before it runs."""
+    found = []
+
+    class Kernel:
+        def __init__(self, region):
+            self.allocate = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+
+        def __call__(self, inputs, outputs, sizes):
+            pass
+
+        def describe(self):
+            return ""
+
+    def kernels(region, values, sizes, overlaps):
+        found.append(overlaps)
+        return Kernel(region)
+
+    build(gm, outer.fakes, kernels)
+    return found
+
+
+def two_linears(dynamic=(), of_weight=None):
+    """Two regions in a row; the second has the weight `of_weight(outer, w)`."""
+    outer = Outer(dynamic)
+    x, w = outer.input("x", torch.randn(5, 8)), outer.input("w", torch.randn(8, 8))
+    (y,) = outer.region("first", lambda x, w: (D.linear(x, w),), x, w)
+    (z,) = outer.region("second", lambda x, w: (D.linear(x, w),), y, of_weight(outer, w) if of_weight else w)
+    gm = outer.finish(z)
+    outer.plan()
+    for region in outer.regions:
+        region.spec.constants = frozenset({1})
+    return gm, outer
+
+
+def test_the_first_kernel_waits_for_everything_before_the_program():
+    """Weights are read before the wait: whoever wrote them before the call must have finished."""
+    assert early(*two_linears()) == [False, True]
+
+
+def test_a_kernel_that_may_not_be_launched_is_not_waited_for():
+    gm, outer = two_linears(dynamic=(5,))
+    assert early(gm, outer) == [False, True]  # a size that Dynamo makes symbolic is at least 2
+    size = outer.fakes[0].shape[0].node.expr
+    possibly_none = sympy.Symbol(size.name, integer=True, nonnegative=True)
+    for node in gm.graph.find_nodes(op="placeholder")[:1]:
+        node.meta["val"].shape[0].node._expr = possibly_none
+    assert early(gm, outer) == [False, False]
+
+
+def test_a_weight_that_is_made_in_the_graph_is_waited_for():
+    add, view = torch.ops.aten.add.Tensor, torch.ops.aten.t.default
+    assert early(*two_linears(of_weight=lambda outer, w: outer.call(add, w, 1.0))) == [False, False]
+    assert early(*two_linears(of_weight=lambda outer, w: outer.call(view, w))) == [False, True]
+    assert early(*two_linears(of_weight=lambda outer, w: outer.call(view, outer.call(add, w, 1.0)))) == [False, False]

@@ -1,0 +1,164 @@
+"""Direct launches: what reaches the driver is what Triton's own launch would have sent, for everything that Triton specialises on."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dsi.codegen.kernel import Launch
+from dsi.runtime.launch import programmatic, settle
+from dsi.runtime.launcher import Launcher, hooked, kinds
+from hypothesis import given
+from hypothesis import strategies as st
+
+triton = pytest.importorskip("triton")
+
+SOURCE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add(x_ptr, y_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) + 1, mask=i < n)
+"""
+CONSTANTS = {"PDL": False, "BLOCK": 16, "num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
+ORDER = [(0, 0), (1, 0), (3, 0)]  # an input, an output, an integer
+STREAM = 7
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver for a GPU that is not there: kernels are compiled for it, and their launches are noted."""
+    from triton.backends.compiler import GPUTarget
+
+    launches = []
+
+    class Loaded:
+        def __init__(self, source, metadata):
+            pass
+
+        def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+            sent = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
+            launches.append((x, y, z, stream, function, packed, sent))
+
+    def load_binary(name, kernel, shared, device):
+        load_binary.count += 1
+        return object(), load_binary.count, 32, 0, 1024
+
+    load_binary.count = 0
+    utils = SimpleNamespace(
+        load_binary=load_binary,
+        unload_module=lambda module: None,
+        get_device_properties=lambda device: {"max_shared_mem": 232448, "multiprocessor_count": 132},
+    )
+    active = SimpleNamespace(
+        utils=utils,
+        launcher_cls=Loaded,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: STREAM,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    yield launches
+    gc.collect()  # kernels unload themselves, by the driver that loaded them
+
+
+@pytest.fixture
+def function(tmp_path, driver):
+    path = tmp_path / "add.py"
+    path.write_text(SOURCE)
+    found = importlib.util.spec_from_file_location("dsi_test_add", path)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    yield module.add
+    module.add.device_caches.clear()
+
+
+def test_a_direct_launch_sends_what_triton_sends(function, driver):
+    launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM)
+    memory = torch.zeros(1024)
+    for x, n in [(memory, 100), (memory[1:], 100), (memory[4:], 100), (memory, 1), (memory, 32), (memory, 2**31), (memory, 7)]:
+        y, made = torch.zeros(100), []
+        for _ in range(2):  # by Triton at first where the kind is new, and then directly
+            launcher.launch((3, 2), [x], [y], [], (n,))
+            made.append(driver.pop())
+        function[(3, 2)](x, y, n, **CONSTANTS)
+        assert made == [driver.pop()] * 2 and not driver
+        assert made[0][:4] == (3, 2, 1, STREAM) and x.data_ptr() in made[0][-1]
+    assert len({found[1] for found in launcher.compiled.values()}) == len(launcher.compiled) == 5
+
+
+def test_the_second_launch_does_not_go_through_triton(function, driver, monkeypatch):
+    launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM)
+    x, y = torch.zeros(64), torch.zeros(64)
+    launcher.launch((1,), [x], [y], [], (64,))
+    monkeypatch.setattr(type(function), "run", None)
+    launcher.launch((1,), [x], [y], [], (48,))
+    assert len(driver) == 2
+
+
+def test_a_profiler_is_told_of_every_launch(function, driver):
+    launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM)
+    x, y, asked = torch.zeros(64), torch.zeros(64), []
+    launcher.launch((1,), [x], [y], [], (64,))
+    assert not hooked()
+    original = type(function).run
+
+    def hook(metadata):
+        pass
+
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        type(function).run = lambda *args, **kwargs: asked.append(1) or original(*args, **kwargs)
+        launcher.launch((1,), [x], [y], [], (64,))
+    finally:
+        type(function).run = original
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert asked == [1] and len(driver) == 2
+    assert not hooked()
+
+
+def test_a_parameter_with_a_default_is_left_to_triton(function, driver):
+    launcher = Launcher(function, {"BLOCK": 16}, ORDER, lambda: STREAM)
+    assert launcher.launch == launcher._by_triton
+
+
+NUMBERS = st.one_of(st.integers(-64, 64), st.sampled_from([s * 2**e + d for e in (31, 32, 62) for d in (-1, 0, 1) for s in (1, -1)]))
+
+
+@given(NUMBERS, NUMBERS)
+def test_integers_of_one_kind_are_specialised_alike(a, b):
+    from triton.backends.compiler import BaseBackend
+    from triton.runtime.jit import native_specialize_impl
+
+    first, second = (native_specialize_impl(BaseBackend, value, False, True, True) for value in (a, b))
+    assert (kinds((a,)) == kinds((b,))) == (first == second)
+
+
+# ------------------------------------------------------------------------------------------------ programmatic dependent launch
+
+WAITS = Launch("entry", (), {"PDL": True, "BLOCK_M": 1}, (), 4, 2, {"launch_pdl": True, "enable_fp_fusion": True})
+
+
+@pytest.mark.parametrize(
+    "able, overlaps, waits, early",
+    [(True, True, True, True), (True, False, True, None), (False, True, False, None), (False, False, False, None)],
+)
+def test_when_a_kernel_waits_and_when_it_may_start_early(able, overlaps, waits, early):
+    settled = settle(WAITS, able, overlaps)
+    assert (settled["PDL"], settled.get("launch_pdl")) == (waits, early)
+    assert settled["enable_fp_fusion"] and (settled["num_warps"], settled["num_stages"], settled["BLOCK_M"]) == (4, 2, 1)
+
+
+def test_a_kernel_that_does_not_wait_never_starts_early():
+    assert "launch_pdl" not in settle(dataclasses.replace(WAITS, constants={}), True, True)
+
+
+def test_kernels_on_a_cpu_do_not_wait():
+    assert not programmatic(torch.device("cpu"))

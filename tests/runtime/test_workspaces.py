@@ -1,0 +1,93 @@
+"""Scratch memory: zeroed once, kept where kernels leave it zeroed, never shared by calls that may be under way at once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import sympy
+import torch
+from dsi.codegen.kernel import Workspace
+from dsi.runtime import workspaces
+from dsi.runtime.workspaces import ScratchMemory, allocator, recording
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Where launches go: `now.stream`, and whether they are being recorded."""
+
+    class Now:
+        stream, capturing = 1, False
+
+    monkeypatch.setattr(workspaces, "stream_of", lambda device: Now.stream)
+    monkeypatch.setattr(workspaces, "is_capturing", lambda device: Now.capturing)
+    return Now
+
+
+def counters(size=4) -> ScratchMemory:
+    return ScratchMemory(Workspace(sympy.Integer(size), "int32", zeroed=True), (size,), CPU)
+
+
+def test_counters_are_kept_for_each_stream_and_size(now):
+    memory = ScratchMemory(Workspace(sympy.Symbol("n"), "int32", zeroed=True), lambda n: (n,), CPU)
+    first = memory((4,))
+    assert first.dtype == torch.int32 and first.tolist() == [0] * 4
+    assert memory((4,)) is first
+    assert memory((5,)) is not first
+    now.stream = 2
+    assert memory((4,)) is not first
+    now.stream = 1
+    assert memory((4,)) is first
+
+
+def test_two_threads_have_counters_of_their_own(now):
+    memory, found = counters(), []
+    thread = threading.Thread(target=lambda: found.append(memory(())))
+    thread.start()
+    thread.join()
+    assert memory(()) is not found[0]
+
+
+def test_partial_sums_are_of_each_call(now):
+    memory = ScratchMemory(Workspace(sympy.Integer(8), "float32"), (8,), CPU)
+    first, second = memory(()), memory(())
+    assert first.shape == (8,) and first.dtype == torch.float32 and first.data_ptr() != second.data_ptr()
+
+
+def test_a_recording_uses_what_the_stream_of_its_replays_has(now):
+    """What is allocated while recording would be zeroed by no one before the first replay."""
+    memory = counters()
+    kept = memory(())
+    now.stream, now.capturing = 9, True  # recording happens on a stream of its own
+    with recording(1) as used:
+        assert memory(()) is kept
+    assert used == [kept]  # so that it lives as long as the graph
+
+
+def test_what_is_zeroed_within_a_recording_is_not_kept(now):
+    memory = counters()
+    now.capturing = True
+    first = memory(())
+    assert memory(()) is not first  # the filling is part of the recording: each replay does it again
+    with recording(1) as used:
+        assert memory(()) is not first
+    assert used == []
+    now.capturing = False
+    kept = memory(())
+    assert kept is not first and memory(()) is kept
+
+
+def test_somebody_elses_recording_does_not_use_ours(now):
+    """Its replays may run beside our launches."""
+    memory = counters()
+    kept = memory(())
+    now.capturing = True
+    assert memory(()) is not kept
+
+
+@pytest.mark.parametrize("size, stride", [((2, 3), (3, 1)), ((2, 3), (1, 2)), ((0, 4), (4, 1)), ((), ())])
+def test_outputs_have_the_layout_that_was_asked_for(size, stride):
+    made = allocator(CPU)(size, stride, torch.bfloat16)
+    assert (tuple(made.shape), made.stride(), made.dtype, made.device) == (size, stride, torch.bfloat16, CPU)
