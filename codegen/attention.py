@@ -6,14 +6,13 @@ a causal mask, the far end of a window, padding, a last block cut short). Blocks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import sympy
 import torch
 
 from .attention_scan import scan, scannable
-from .attention_tiles import AttentionTiles
+from .attention_tiles import AttentionTiles, greatest, least
 from .builder import Block, Builder, triton_type
 
 
@@ -69,14 +68,6 @@ class Attention(AttentionTiles):
         bounds.low.append(found.first_common if hides else found.first)
         bounds.high.append(found.end_common if hides else found.end)
         return bounds, False
-
-    def named(self, hint: str, code: str) -> str:
-        """A name for a scalar, unless it is a number or one already."""
-        if code.isidentifier() or code.isdigit():
-            return code
-        name = self.builder.names.new(hint)
-        self.builder.body.line(f"{name} = {code}")
-        return name
 
     def loops(self) -> None:
         """The loops over blocks of keys: those in which nothing is hidden, and the others."""
@@ -137,22 +128,3 @@ class Attention(AttentionTiles):
         loop.line(f"top = {top}")
         self.key_mask = whole
         return loop
-
-
-def greatest(sources: Sequence[str]) -> str:
-    """Source of the greatest of integers."""
-    return _extreme(sources, max, "tl.maximum")
-
-
-def least(sources: Sequence[str]) -> str:
-    """Source of the least of integers."""
-    return _extreme(sources, min, "tl.minimum")
-
-
-def _extreme(sources: Sequence[str], of_numbers, function: str) -> str:
-    numbers = [int(source) for source in sources if source.lstrip("-").isdigit()]
-    parts = [*([str(of_numbers(numbers))] if numbers else []), *(s for s in dict.fromkeys(sources) if not s.lstrip("-").isdigit())]
-    text = parts[0]
-    for part in parts[1:]:
-        text = f"{function}({text}, {part})"
-    return text

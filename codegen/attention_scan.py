@@ -20,7 +20,7 @@ from .builder import Block
 from .layout import Interner
 from .statistics import divisible
 
-NEVER = 2**31 - 1  # behind every key
+NEVER = 2**30  # behind every key; rounded up to a block it is still a 32-bit integer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ sums are fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -183,6 +183,14 @@ class AttentionTiles:
                 body.line(f"{part.name}_in = {part.name} < {size}")
         builder.wait(body)
 
+    def named(self, hint: str, code: str) -> str:
+        """A name for a scalar, unless it is a number or one already."""
+        if code.isidentifier() or code.isdigit():
+            return code
+        name = self.builder.names.new(hint)
+        self.builder.body.line(f"{name} = {code}")
+        return name
+
     def query(self, row: str) -> str:
         """Source of the query that a row belongs to."""
         return row if self.group == 1 else f"({row}) // {self.group}"
@@ -304,3 +312,22 @@ class AttentionTiles:
             printer.expect(store.value for store in self.plan.stores)
             for store in self.plan.stores:
                 printer.store(store)
+
+
+def greatest(sources: Sequence[str]) -> str:
+    """Source of the greatest of integers."""
+    return _extreme(sources, max, "tl.maximum")
+
+
+def least(sources: Sequence[str]) -> str:
+    """Source of the least of integers."""
+    return _extreme(sources, min, "tl.minimum")
+
+
+def _extreme(sources: Sequence[str], of_numbers: Callable[[list[int]], int], function: str) -> str:
+    numbers = [int(source) for source in sources if source.lstrip("-").isdigit()]
+    parts = [*([str(of_numbers(numbers))] if numbers else []), *(s for s in dict.fromkeys(sources) if not s.lstrip("-").isdigit())]
+    text = parts[0]
+    for part in parts[1:]:
+        text = f"{function}({text}, {part})"
+    return text

@@ -11,6 +11,7 @@ from dsi.ir import tile as t
 
 from . import cost
 from .attention import Attention
+from .attention_decode import AttentionDecode
 from .builder import Builder, triton_type
 from .devices import H200, Device
 from .kernel import Choice, Kernel, Launch, digest_of
@@ -101,5 +102,6 @@ SCHEDULES: dict[str, Write] = {
     "skinny": lambda spec, choice: Linear(spec, choice).write(),
     "tiled": lambda spec, choice: Linear(spec, choice).write(),
     "attention": lambda spec, choice: Attention(spec, choice).write(),
+    "attention_decode": lambda spec, choice: AttentionDecode(spec, choice).write(),
     "row": lambda spec, choice: Row(spec, choice).write(),
 }

@@ -241,7 +241,12 @@ def attention(
     v = case.input("v", (b, kv_heads, n, dv))
     B, H, G, S, J, D, E = t.B, t.H, t.G, t.S, t.J, t.D, t.E
     mask_e = bias_e = mask_t = bias_t = None
-    if mask == "bool":
+    if isinstance(mask, torch.Tensor):  # one whose dimensions of 1 are those that it repeats along
+        whole = (b, heads, s, n)
+        m = case.input("mask", [1 if size == 1 else full for size, full in zip(mask.shape, whole, strict=True)], mask.dtype, values=mask)
+        mask_e = case.load(m, *(0 if size == 1 else symbol for size, symbol in zip(mask.shape, (B, H, S, J), strict=True)))
+        mask_t = case.real(m)
+    elif mask == "bool":
         values_t = torch.rand(batch, 1, queries, keys, generator=case.generator) < 0.6
         values_t[0, 0, 0] = False  # a row that sees nothing
         m = case.input("mask", (b, 1, s, n), dtype=torch.bool, values=values_t)

@@ -1,0 +1,264 @@
+"""The schedule of attention regions with few queries: the keys are spread over several programs, and the last of these to arrive joins
+their parts.
+
+The programs of a block of rows take its blocks of keys in turn, so that each has its share wherever the keys lie that rows see, and each
+visits from the first to the last of its own keys that some row sees. Partial results (sums of weighted values, maxima of scores, sums of
+weights; fp32) go to a workspace. A program that has stored its own counts itself as arrived; the one that finds all others there joins
+them in the order of the parts, whoever was last, so that a result has the same bits in every run. The counters are zero again afterwards.
+
+With 16 rows and more in a block, matrix units multiply. With fewer, each key is multiplied with each row in fp32; every place in a block
+of keys then has a softmax of its own, so that nothing is exchanged between threads until all keys are seen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import sympy
+import torch
+from dsi.ir import tile as t
+
+from .attention_scan import scan, scannable
+from .attention_tiles import LEAST_OF_A_PRODUCT, AttentionTiles, greatest, least
+from .builder import Block, Builder, triton_type
+from .columns import ceil_div
+from .kernel import Choice
+from .statistics import divisible
+
+UNROLLED = 8  # parts whose loads are under way at once when they are joined
+
+
+class AttentionDecode(AttentionTiles):
+    """Writes the kernel of one attention plan under one choice: `split` programs a block of rows; `block_s` as in `Attention`."""
+
+    def __init__(self, spec: t.KernelSpec, choice: Choice):
+        self.matrix = choice.block_m >= LEAST_OF_A_PRODUCT
+        super().__init__(spec, choice)
+        self.rows_at = "" if self.single else "[:, None]"
+        self.part = ""
+
+    def write(self) -> tuple[Builder, tuple[sympy.Expr, ...]]:
+        """Writes the whole body and returns the builder and the launch grid."""
+        body, builder, split = self.builder.body, self.builder, self.choice.split
+        self.open("tl.program_id(0) // SPLIT" if split > 1 else "tl.program_id(0)")
+        if split > 1:
+            builder.constant("SPLIT", split)
+            self.part = builder.names.new("part")
+            body.line(f"{self.part} = tl.program_id(0)" + ("" if self.one_block else " % SPLIT"))
+        self.load_queries()
+        self.keys_loop()
+        if split == 1:
+            self.finish(body, self.outs)
+        else:
+            self.join()
+        return builder, self.grid(split)
+
+    # ------------------------------------------------------------------------------------------------------------------- keys
+
+    def keys_loop(self) -> None:
+        """Writes `top`, `total` and the sums of the program's own keys."""
+        plan, choice, body = self.plan, self.choice, self.builder.body
+        keys, split = self.size(self.keys), choice.split
+        end = [keys] + ([f"{self.last_query} + 1"] if plan.causal else [])
+        begin = "0"
+        if plan.window:
+            begin = self.named("first_key", f"{greatest(['0', f'{self.first_query} - {plan.window - 1}'])} // BLOCK_J * BLOCK_J")
+        stop = self.named("end_key", least(end))
+        step = "BLOCK_J * SPLIT" if split > 1 else "BLOCK_J"
+        own = begin if split == 1 else f"{self.part} * BLOCK_J" if begin == "0" else f"{begin} + {self.part} * BLOCK_J"
+        scanned = choice.block_s > 1 and scannable(self)
+        known = begin == "0" and self.keys.is_Integer
+        blocks = math.ceil(math.ceil(int(self.keys) / choice.block_n) / split) if known else 0
+        if blocks == 1 and not scanned:
+            self.key_mask = not divisible(self.keys, choice.block_n * split)
+            self.only_block(own)
+            return
+        if scanned:
+            count = f"tl.cdiv({stop} - {begin}, {step}) * BLOCK_J" if begin != "0" else f"tl.cdiv({stop}, {step}) * BLOCK_J"
+            found = scan(self, sympy.Integer(blocks * choice.block_n) if known and stop == keys else count, self.key_of(begin), stop)
+            own, stop = f"{found.first} // BLOCK_J * BLOCK_J", found.end
+        self.several_blocks(own, stop, step)
+
+    def key_of(self, begin: str):
+        """The key of each number among the keys that are this program's own."""
+
+        def key(seen: str) -> str:
+            if self.choice.split > 1:
+                seen = f"({seen} // BLOCK_J * SPLIT + {self.part}) * BLOCK_J + {seen} % BLOCK_J"
+            return seen if begin == "0" else f"{begin} + {seen}"
+
+        return key
+
+    def only_block(self, start: str) -> None:
+        """The keys where a program has one block of them: its loads do not wait for one another."""
+        body, axis = self.builder.body, 0 if self.single else 1
+        body.line(f"j = {f'{start} + ' if start != '0' else ''}tl.arange(0, BLOCK_J)")
+        if self.key_mask:
+            body.line(f"j_in = j < {self.size(self.keys)}")
+        k, v = self.keys_of(body), self.values_of(body)
+        self.scores(body, k)
+        body.line(f"top = tl.max(scores, {axis})")
+        body.line(f"shift = {self.shift('top')}")
+        body.line(f"weights = {self.weight('scores', f'shift{self.rows_at}')}")
+        body.line(f"total = tl.sum(weights, {axis})")
+        for out, code in zip(self.outs, v, strict=True):
+            if self.matrix:
+                body.line(f"{out} = tl.dot({self.rounded('weights')}, {code}{self.ieee})")
+            else:
+                body.line(f"{out} = tl.sum({self.spread('weights')} * {self.every_row(code)}, {axis})")
+
+    def several_blocks(self, start: str, stop: str, step: str) -> None:
+        """The loop over a program's own blocks of keys."""
+        body, choice, axis = self.builder.body, self.choice, 0 if self.single else 1
+        rows = "[BLOCK_M]" if self.matrix else self.shape("m", "j")
+        body.line(f'top = tl.full({rows}, float("-inf"), tl.float32)')
+        body.line(f"total = tl.zeros({self.shape('m', 'j')}, tl.float32)")
+        for part, out in zip(self.e, self.outs, strict=True):
+            body.line(f"{out} = tl.zeros({self.shape('m', part) if self.matrix else self.shape('m', 'j', part)}, tl.float32)")
+        loop = Block(body)
+        loop.line("j = j0 + tl.arange(0, BLOCK_J)")
+        if self.key_mask:
+            loop.line(f"j_in = j < {self.size(self.keys)}")
+        k = self.keys_of(loop)
+        # Loads that are not made ahead by several stages are at least made together.
+        v = self.values_of(loop) if choice.num_stages == 1 else []
+        self.scores(loop, k)
+        top = self.builder.names.new("new_top")
+        loop.line(f"{top} = tl.maximum(top, {'tl.max(scores, 1)' if self.matrix else 'scores'})")
+        loop.line(f"shift = {self.shift(top)}")
+        loop.line(f"weights = {self.weight('scores', 'shift[:, None]' if self.matrix else 'shift')}")
+        loop.line(f"decay = {self.weight('top', 'shift')}")
+        loop.line(f"total = total * {'decay[:, None]' if self.matrix else 'decay'} + weights")
+        for out, code in zip(self.outs, v or self.values_of(loop), strict=True):
+            if self.matrix:
+                loop.line(f"{out} = tl.dot({self.rounded('weights')}, {code}, {out} * decay[:, None]{self.ieee})")
+            else:
+                loop.line(f"{out} = {out} * {self.spread('decay')} + {self.spread('weights')} * {self.every_row(code)}")
+        loop.line(f"top = {top}")
+        # Loads of products by matrix units are made ahead by the launch's number of stages, others by the loop's own.
+        stages = f", num_stages={choice.num_stages}" if choice.num_stages > 1 and not self.matrix else ""
+        body.attach(f"for j0 in {'tl.range' if stages else 'range'}({start}, {stop}, {step}{stages}):", loop)
+        if self.matrix:
+            body.line("total = tl.sum(total, 1)")
+            return
+        body.comment("the places in a block become one")
+        body.line("place_top = top")
+        body.line(f"top = tl.max(place_top, {axis})")
+        body.line(f"shift = {self.shift('top')}")
+        body.line(f"weights = {self.weight('place_top', f'shift{self.rows_at}')}")
+        body.line(f"total = tl.sum(total * weights, {axis})")
+        for out in self.outs:
+            body.line(f"{out} = tl.sum({out} * {self.spread('weights')}, {axis})")
+
+    def keys_of(self, block: Block) -> list[str]:
+        """Writes the loads of a block of keys: channels by keys where matrix units multiply, else keys by channels."""
+        axes = [(part, "j") if self.matrix else ("j", part) for part in self.d]
+        return [self.operand(self.within(block, self.tile(*a)), self.plan.k, "k", self.shape(*a)) for a in axes]
+
+    def values_of(self, block: Block) -> list[str]:
+        """Writes the loads of a block of values."""
+        axes = [("j", part) for part in self.e]
+        return [self.operand(self.within(block, self.tile(*a)), self.plan.v, "v", self.shape(*a)) for a in axes]
+
+    def scores(self, block: Block, keys: list[str]) -> None:
+        """Writes the scores of a block of keys, hidden ones at -inf."""
+        product = ""
+        for q, k in zip(self.q, keys, strict=True):
+            if self.matrix:
+                product = f"tl.dot({q}, {k}{f', {product}' if product else ''}{self.ieee})"
+            else:
+                more = f"tl.sum({q}[None, :] * {k}, 1)" if self.single else f"tl.sum({q}[:, None, :] * {k}[None, :, :], 2)"
+                product = f"{product} + {more}" if product else more
+        self.score(block, "m", "j", product=product, sight=True)
+
+    def spread(self, name: str) -> str:
+        """Source of what has rows and keys, along channels."""
+        return f"{name}[:, None]" if self.single else f"{name}[:, :, None]"
+
+    def every_row(self, name: str) -> str:
+        """Source of what has keys and channels, along rows."""
+        return name if self.single else f"{name}[None, :, :]"
+
+    def rounded(self, name: str) -> str:
+        """Source of an operand of matrix units."""
+        return name if self.plan.dtype == torch.float32 else f"{name}.to({triton_type(self.plan.dtype)})"
+
+    # ------------------------------------------------------------------------------------------------------------------ parts
+
+    def join(self) -> None:
+        """Stores the program's part, and has the last program to arrive join all of them and finish."""
+        builder, body, new, split = self.builder, self.builder.body, self.builder.names.new, self.choice.split
+        rows = 1 if self.single else self.choice.block_m
+        record = rows * (sum(part.width for part in self.e) + 2)
+        blocks = sympy.Integer(1) if self.one_block else ceil_div(self.rows, self.choice.block_m)
+        count = sympy.sympify(self.plan.batch) * self.plan.kv_heads * blocks
+        partial = builder.workspace("partial", count * split * record, "float32")
+        arrivals = builder.workspace("arrived", count, "int32", zeroed=True)
+        number = self.number(blocks)
+        body.comment(f"the last of {split} programs to arrive joins their parts, in order")
+        if number:
+            wide = not (count.is_Integer and int(count) * split * record < 2**31)
+            first = f"tl.cast({number}, tl.int64)" if wide else f"({number})" if " " in number else number
+            partial += f" + {first} * {split * record}"
+            arrivals += f" + {number}"
+        places = self.places(partial, rows)
+        for name, (place, mask) in places.items():
+            body.line(f"tl.store({place} + {self.part} * {record}, {name}{mask})")
+        body.line("tl.debug_barrier()")
+        arrived = new("arrived_before")
+        body.line(f'{arrived} = tl.atomic_add({arrivals}, 1, sem="acq_rel")')
+        done = Block(body)
+        done.line(f"tl.store({arrivals}, 0)")
+        loads = {name: f'tl.load({place}{{}}{mask}{", other=0.0" if mask else ""}, cache_modifier=".cg")' for name, (place, mask) in places.items()}
+        whole = {name: new(f"all_{name}") for name in places}
+        for name, load in loads.items():
+            done.line(f"{whole[name]} = {load.format('')}")
+        loop, other, top, share = Block(done), new("other"), new("new_top"), new("share")
+        there = {name: new(f"{name}_there") for name in places}
+        for name, load in loads.items():
+            loop.line(f"{there[name]} = {load.format(f' + {other} * {record}')}")
+        loop.line(f"{top} = tl.maximum({whole['top']}, {there['top']})")
+        loop.line(f"shift = {self.shift(top)}")
+        loop.line(f"decay = {self.weight(whole['top'], 'shift')}")
+        loop.line(f"{share} = {self.weight(there['top'], 'shift')}")
+        for name in ("total", *self.outs):
+            along = "" if name == "total" else self.rows_at
+            loop.line(f"{whole[name]} = {whole[name]} * decay{along} + {there[name]} * {share}{along}")
+        loop.line(f"{whole['top']} = {top}")
+        unrolled = f"tl.static_range(1, {split})" if split <= UNROLLED else f"tl.range(1, {split}, loop_unroll_factor={UNROLLED})"
+        done.attach(f"for {other} in {unrolled}:", loop)
+        self.finish(done, [whole[name] for name in self.outs], whole["total"])
+        body.attach(f"if {arrived} == {split - 1}:", done)
+
+    def number(self, blocks: sympy.Expr) -> str:
+        """Source of the number of a block of rows among all; "" where there is one."""
+        code = ""
+        for name, size, fixed in (
+            ("b", "", t.B in self.fixed),
+            ("g", str(self.plan.kv_heads), t.G in self.fixed),
+            ("row_block", self.size(blocks, 3), self.one_block),
+        ):
+            if not fixed:
+                code = f"{f'({code})' if ' ' in code else code} * {size} + {name}" if code else name
+        return code
+
+    def places(self, partial: str, rows: int) -> dict[str, tuple[str, str]]:
+        """Writes the addresses of a part's results in the workspace; returns, by what is stored, the address and the mask."""
+        body, new = self.builder.body, self.builder.names.new
+        lane = "tl.arange(0, BLOCK_M)"
+        found, at = {}, 0
+        here = new("here")
+        body.line(f"{here} = {partial}")
+        for part, out in zip(self.e, self.outs, strict=True):
+            place = new(f"{out}_here")
+            lanes = f"tl.arange(0, {part.block})"
+            lanes = lanes if self.single else f"{lane}[:, None] * {part.block} + {lanes}[None, :]"
+            body.line(f"{place} = {here} + {f'{at} + ' if at else ''}{lanes}")
+            found[out] = (place, ", mask=m_in[:, None]" if self.row_mask else "")
+            at += rows * part.width
+        for name in ("top", "total"):
+            place = new(f"{name}_here")
+            body.line(f"{place} = {here} + {at}" + ("" if self.single else f" + {lane}"))
+            found[name] = (place, ", mask=m_in" if self.row_mask else "")
+            at += rows
+        return found
