@@ -41,7 +41,7 @@ class InferenceEngine(nn.Module):
 
         self.forward = forward
         if generate is not None:
-            self.generate = generate
+            self.__dict__["generate"] = generate  # the engine's own, where an assignment would go to the module
         self.eval()
 
     @property

@@ -1,0 +1,124 @@
+"""`dsi generate`: streamed text equals what generate makes; options; sentences for what cannot be found or done."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from bench import models
+from dsi.engine import text
+from dsi.ir.errors import DsiError
+from typer.testing import CliRunner
+
+from dsi.__main__ import app
+
+PROMPT = "What is a compiler? It"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two layers of SmolLM2-135M with its tokenizer: enough for tokens that join to words."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    models.smollm2(layers=2).save_pretrained(folder)
+    models.smollm2_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments, **kwargs):
+    return CliRunner().invoke(app, ["generate", *map(str, arguments)], **kwargs)
+
+
+def expected(folder, **settings):
+    model, tokenizer = text.load(folder, "fp32", "cpu")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    made = model.generate(**inputs, max_new_tokens=8, **settings)[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(made, skip_special_tokens=True)
+
+
+def test_greedy_text_is_eagers_compiled_or_not(folder):
+    eager = expected(folder, do_sample=False)
+    assert len(eager.split()) > 2
+    for arguments in ([], ["--eager"], ["--temperature", 0]):
+        result = run(folder, PROMPT, "-n", 8, *arguments)
+        assert result.exit_code == 0, result.output
+        assert result.stdout == eager + "\n"
+        assert "8 tokens; the first after" in result.stderr
+
+
+def test_sampling_is_repeated_by_its_seed(folder):
+    texts = [run(folder, "-", "-n", 8, "--eager", "--temperature", 2, "--seed", seed, input=PROMPT).stdout for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_sampling_options_reach_the_generation():
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(temperature=0.3, top_k=9, do_sample=True)
+    text.Sampling().apply(config)
+    assert (config.do_sample, config.temperature, config.top_k) == (False, GenerationConfig().temperature, GenerationConfig().top_k)
+    text.Sampling(top_k=3, top_p=0.5, min_p=0.1, temperature=0.7, repetition_penalty=1.2).apply(config)
+    assert (config.do_sample, config.top_k, config.top_p, config.min_p, config.temperature) == (True, 3, 0.5, 0.1, 0.7)
+    assert config.repetition_penalty == 1.2
+
+
+def test_text_is_handed_on_as_it_is_made(folder):
+    model, tokenizer = text.load(folder, "fp32", "cpu")
+    parts = []
+    made = text.stream(model, tokenizer, PROMPT, parts.append, max_new_tokens=8, compiled=False)
+    assert len([part for part in parts if part]) > 2 and "".join(parts) == made.text and made.tokens == 8
+    assert 0 < made.first < made.total
+
+
+def test_a_chat_template(folder):
+    model, tokenizer = text.load(folder, "fp32", "cpu")
+    seen = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    text.stream(model, tokenizer, "Hello", lambda part: None, max_new_tokens=1, chat=True, compiled=False)
+    assert "<|im_start|>user\nHello<|im_end|>" in tokenizer.decode(seen[0][0])
+    tokenizer.chat_template = None
+    with pytest.raises(DsiError, match="no chat template"):
+        text.stream(model, tokenizer, "Hello", lambda part: None, chat=True, compiled=False)
+
+
+def test_dtype(folder):
+    assert text.load(folder, "auto", "cpu")[0].dtype == torch.float32
+    assert text.load(folder, "bf16", "cpu")[0].dtype == torch.bfloat16
+    with pytest.raises(DsiError, match="--dtype 'fp61'.*known: fp32"):
+        text.load(folder, "fp61")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["./nowhere", "hi"], "dsi: there is no folder ./nowhere; give the folder of a model, or a hub id"),
+        (["/no/where", "hi"], "dsi: there is no folder /no/where"),
+        ([__file__, "hi"], "is a file; give the folder of a model"),
+        (["org/nowhere", "hi"], "dsi: 'org/nowhere' is no folder here, and the hub gave no such model. HF_HUB_OFFLINE is set"),
+        (["FOLDER", "hi"], "has no config.json"),
+        (["BERT", "hi"], "cannot be loaded to generate text"),
+        (["SMOL", "hi", "--device", "mars"], "--device 'mars' names no device"),
+        (["SMOL", "hi", "--dtype", "fp61"], "--dtype 'fp61'"),
+        (["SMOL", ""], "the prompt holds no token"),
+    ],
+)
+def test_mistakes_are_sentences(arguments, sentence, folder, tmp_path):
+    import transformers
+
+    transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "bert")
+    places = {"SMOL": folder, "FOLDER": str(tmp_path), "BERT": str(tmp_path / "bert")}
+    result = run(*(places.get(argument, argument) for argument in arguments))
+    assert result.exit_code == 1 and not result.stdout
+    assert sentence in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
+def test_a_gpu_that_is_not_there(folder):
+    assert "torch sees no CUDA GPU here" in run(folder, "hi", "--device", "cuda").stderr
+
+
+def test_in_a_shell(folder):
+    """The text alone on standard output, the rest on standard error."""
+    command = [sys.executable, "-m", "dsi", "generate", folder, PROMPT, "-n", "3", "--eager"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.endswith("\n") and len(done.stdout.splitlines()) == 1
+    assert done.stderr.startswith("3 tokens; the first after")
