@@ -45,12 +45,18 @@ class GeneratedKernel:
         self._variants = [_Variant(kernel, symbols, sizes, disk, device, overlaps) for kernel in variants]
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
+        self._chosen(sizes)(inputs, outputs, sizes)
+
+    def compile(self, inputs: Sequence[Any], outputs: Sequence[torch.dtype], sizes: Environment) -> list[Any]:
+        """Triton's compiled kernels for these sizes, loaded but not launched; `inputs` and `outputs` are dtypes, not tensors. May be called
+        from several threads. Raises what Triton raises, where one cannot be compiled or loaded."""
+        return self._chosen(sizes).compile(inputs, outputs, sizes)
+
+    def _chosen(self, sizes: Environment) -> _Variant:
         if len(self._variants) == 1:
-            chosen = self._variants[0]
-        else:
-            (rows,) = self._rows(*sizes)  # type: ignore[operator]
-            chosen = next(variant for variant in self._variants if variant.max_rows is None or rows <= variant.max_rows)
-        chosen(inputs, outputs, sizes)
+            return self._variants[0]
+        (rows,) = self._rows(*sizes)  # type: ignore[operator]
+        return next(variant for variant in self._variants if variant.max_rows is None or rows <= variant.max_rows)
 
     def describe(self) -> str:
         return "; ".join(variant.describe() for variant in self._variants)
@@ -103,6 +109,11 @@ class _Variant:
         for launch in self._launches:
             launch(inputs, outputs, workspaces, sizes)
 
+    def compile(self, inputs: Sequence[Any], outputs: Sequence[torch.dtype], sizes: Environment) -> list[Any]:
+        workspaces = [workspace.dtype for workspace in self._workspaces]
+        compiled = [launch.compile(inputs, outputs, workspaces, sizes) for launch in self._launches]
+        return [kernel for kernel in compiled if kernel is not None]
+
     def describe(self) -> str:
         rows = "any rows" if self.max_rows is None else f"rows <= {self.max_rows}"
         return f"{self.kernel.name} {self.kernel.digest} ({rows}): " + ", ".join(str(launch) for launch in self._launches)
@@ -126,6 +137,13 @@ class _Launch:
             return
         integers = self._integers if isinstance(self._integers, tuple) else self._integers(*sizes)
         self.launcher.launch(grid, inputs, outputs, workspaces, integers)
+
+    def compile(self, inputs: Sequence[Any], outputs: Sequence[Any], workspaces: Sequence[Any], sizes: Environment) -> Any:
+        grid = self._grid if isinstance(self._grid, tuple) else self._grid(*sizes)
+        if 0 in grid:
+            return None
+        integers = self._integers if isinstance(self._integers, tuple) else self._integers(*sizes)
+        return self.launcher.compile(grid, inputs, outputs, workspaces, integers)
 
     def __str__(self) -> str:
         return self._text

@@ -57,10 +57,23 @@ class Launcher:
     def _by_triton(self, grid: tuple[int, ...], *groups: Sequence[Any]) -> Any:
         return self.function[grid](*[groups[group][number] for group, number in self.order], **self.constants)
 
+    def compile(self, grid: tuple[int, ...], *groups: Sequence[Any]) -> Any:
+        """Triton's compiled kernel, loaded, for these integers and for aligned tensors, instead of which their dtypes are given.
+
+        Launches nothing, and may be called from several threads. Raises what Triton raises, where it cannot be compiled or loaded.
+        """
+        kernel = self.function.warmup(*[groups[group][number] for group, number in self.order], grid=grid, **self.constants)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        integers = tuple(groups[INTEGERS])
+        self._keep((None, kinds(integers)) if any(group == INTEGERS for group, _ in self.order) else None, kernel)
+        return kernel
+
     def _first(self, key: Hashable, grid: tuple[int, ...], *groups: Sequence[Any]) -> None:
-        kernel = self._by_triton(grid, *groups)
+        self._keep(key, self._by_triton(grid, *groups))
+
+    def _keep(self, key: Hashable, kernel: Any) -> None:
         if all(hasattr(kernel, name) for name in ("run", "function", "packed_metadata")):
-            # The kernel itself is kept too: where nothing else holds it, Triton unloads its code.
+            # `run` loads the code. The kernel itself is kept too: where nothing else holds it, Triton unloads it.
             self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata, kernel)
 
     def _direct(self, parameters: Sequence[str]) -> Callable[..., Any]:

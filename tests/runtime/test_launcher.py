@@ -103,6 +103,15 @@ def test_the_second_launch_does_not_go_through_triton(function, driver, monkeypa
     assert len(driver) == 2
 
 
+def test_what_is_compiled_ahead_is_what_is_launched(function, driver, monkeypatch):
+    launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM)
+    kernel = launcher.compile((1,), [torch.float32], [torch.float32], [], (64,))
+    assert kernel.n_spills == 0 and not driver
+    monkeypatch.setattr(type(function), "run", None)
+    launcher.launch((1,), [torch.zeros(64)], [torch.zeros(64)], [], (48,))
+    assert len(driver) == 1
+
+
 def test_a_profiler_is_told_of_every_launch(function, driver):
     launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM)
     x, y, asked = torch.zeros(64), torch.zeros(64), []
