@@ -14,33 +14,22 @@ from collections.abc import Iterator, Sequence
 import sympy
 from dsi.ir import tile as t
 
+from .attention_choices import attention_candidates
+from .attention_cost import attention_seconds, attention_work
 from .devices import H200, Device
 from .kernel import Choice
 from .linear_choices import GEMV_ROWS, linear_candidates
 from .linear_cost import linear_seconds, linear_work
-from .roofline import assumed_rows, assumptions, evaluate, power_of_two, rows_of, traffic, typical
+from .roofline import assumed_rows, assumptions, evaluate, power_of_two, rows_of, traffic, typical, work
 
 __all__ = [
     *("Choice", "accumulators", "all_stores", "assumptions", "candidates", "choices", "evaluate", "held_lanes", "predict", "rows_of"),
     *("traffic", "work"),
 ]
 
-# Attention: (block_m, keys a step, warps, stages).
-ATTENTION_TILES = (
-    (16, 64, 4, 2),
-    (16, 32, 4, 2),
-    (16, 32, 8, 2),
-    (32, 32, 8, 2),
-    (32, 64, 4, 2),
-    (32, 32, 4, 2),
-    (64, 64, 4, 2),
-    (64, 64, 8, 2),
-    (64, 32, 8, 2),
-    (128, 64, 8, 2),
-)
 # Row buckets of a region with a symbolic row count; the last variant takes any number.
 LINEAR_BUCKETS = (1, GEMV_ROWS, 16, 64, None)
-ATTENTION_BUCKETS = (1, None)
+ATTENTION_BUCKETS = (1, 16, None)
 
 
 # ------------------------------------------------------------------------------------------------------------------------- time
@@ -52,26 +41,19 @@ def predict(spec: t.KernelSpec, choice: Choice, device: Device = H200) -> float:
     assumed = assumptions(plan, choice)
     if isinstance(plan, t.LinearPlan):
         return linear_seconds(linear_work(spec, rows, assumed), choice, device)
-    programs, operations, again = _shape(plan, choice, rows, assumed)
+    if isinstance(plan, t.AttentionPlan):
+        return attention_seconds(attention_work(spec, rows, assumed), choice, device)
+    programs, operations, again = _shape(plan, choice, rows)
     waves = math.ceil(programs / device.processors)
     fill = programs / (waves * device.processors)
     # A program on every second processor can still draw about all of the bandwidth.
     memory = evaluate(traffic(spec), assumed) / (device.bandwidth * min(1.0, 2 * fill if waves == 1 else fill))
     memory = max(memory, again / (device.cache * min(1.0, 2 * fill)))
-    itemsize = plan.dtype.itemsize if isinstance(plan, t.AttentionPlan) else 4
-    reuse = (choice.block_m * choice.block_n) / (choice.block_m * choice.block_n + 64 * 64)
-    return max(memory, operations / (device.matrix.get(itemsize, device.vector) * reuse * fill)) + device.launch
+    return max(memory, operations / (device.vector * fill)) + device.launch
 
 
-def _shape(plan: t.Plan, choice: Choice, rows: int, assumed: dict[sympy.Symbol, int]) -> tuple[int, float, float]:
-    """Programs, operations with padding, and bytes that programs read in all, of a region without a linear."""
-    if isinstance(plan, t.AttentionPlan):
-        group = plan.heads // plan.kv_heads
-        blocks = math.ceil(rows * group / choice.block_m)
-        programs = int(evaluate(plan.batch, assumed)) * plan.kv_heads * blocks
-        keys = int(evaluate(plan.keys, assumed))
-        sizes = power_of_two(plan.head_size) + power_of_two(plan.value_size)
-        return programs * choice.split, 2.0 * programs * choice.block_m * keys * sizes, programs * keys * sizes * plan.dtype.itemsize
+def _shape(plan: t.Plan, choice: Choice, rows: int) -> tuple[int, float, float]:
+    """Programs, operations with padding, and bytes that programs read in all, of a region without a contraction."""
     assert isinstance(plan, t.RowPlan)
     programs = math.ceil(rows / choice.block_m) * (1 if plan.reductions else math.ceil(typical(plan.columns) / choice.block_n))
     return programs, 0.0, 0.0
@@ -100,33 +82,12 @@ def candidates(spec: t.KernelSpec, max_rows: int | None = None, device: Device =
     if isinstance(plan, t.RowPlan):
         return (_row_choice(plan),)
     found: Sequence[Choice]
+    judged = Choice("", limit, 1, 1)
     if isinstance(plan, t.AttentionPlan):
-        listed = [dataclasses.replace(choice, max_rows=limit) for choice in _attention_candidates(plan, limit)]
-        found = sorted(listed, key=lambda choice: (predict(spec, choice, device), -choice.block_n))
+        found = attention_candidates(attention_work(spec, assumed_rows(plan, judged), assumptions(plan, judged)), limit, device)
     else:
-        judged = Choice("", limit, 1, 1)
         found = linear_candidates(linear_work(spec, assumed_rows(plan, judged), assumptions(plan, judged)), limit, device)
     return tuple(dataclasses.replace(choice, max_rows=None if rows.is_Integer else max_rows) for choice in found)
-
-
-def _attention_candidates(plan: t.AttentionPlan, queries: int | None) -> Iterator[Choice]:
-    group = plan.heads // plan.kv_heads
-    widest = power_of_two(max(plan.head_size, plan.value_size))
-    wide = plan.dtype.itemsize == 4
-    for block_m, block_n, warps, stages in ATTENTION_TILES:
-        if queries is not None and block_m > max(power_of_two(queries * group), 16):
-            continue
-        # Scores beside which a mask or bias is read: 8 a thread.
-        scores = warps * (1024 if plan.mask is None and plan.bias is None else 256)
-        # Sums of the output and scores: at most 32 fp32 values a thread each (16 where a head is wider than 128); keys and values in
-        # shared memory.
-        if block_m * widest > warps * (1024 if widest <= 128 else 512) or block_m * block_n > scores or block_n * widest > 64 * 128:
-            continue
-        if wide and (block_m > 32 or block_n > 32 or block_m * widest > 16 * 128 or (block_m + block_n) * widest > warps * 1024):
-            continue
-        yield Choice("attention", queries, block_m, block_n, 1, 1, warps, stages)
-    if widest > (128 if wide else 256):
-        yield Choice("attention", queries, 16, 16, 1, 1, 8, 1)
 
 
 def _row_choice(plan: t.RowPlan) -> Choice:

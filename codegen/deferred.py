@@ -22,7 +22,7 @@ def deferred_norm(plan: t.LinearPlan, schedule: str) -> t.Expr | None:
         return None
     if schedule == "skinny" and plan.x_dtype == torch.float16:
         return None
-    if any(mentions(store.value) for store in plan.row_stores) or not is_float(plan.x.dtype):
+    if plan.activations or any(mentions(store.value) for store in plan.row_stores) or not is_float(plan.x.dtype):
         return None
     return without_factor(plan.x)
 

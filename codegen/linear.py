@@ -22,6 +22,7 @@ from .integers import normalise
 from .kernel import Choice
 from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction
 from .products import Products
+from .quantised import row_step
 from .split import combined, shares
 from .statistics import Straight, divisible, held_statistics, row_statistics
 
@@ -52,6 +53,7 @@ class Linear:
         self.span, self.k_start, self.k_end, self.even = sympy.sympify(self.plan.inner), "", "", True
         self.programs: sympy.Expr = sympy.Integer(0)  # programs over columns
         self.partials = self.arrivals = self.partial_squares = ""  # workspaces of programs that share a sum
+        self.step = ""  # names the step of each row, where rows are rounded to int8
         self.deferred = deferred_norm(self.plan, choice.schedule)
 
     # ------------------------------------------------------------------------------------------------------------------ tiles
@@ -138,10 +140,13 @@ class Linear:
     def statistics(self, block: Block) -> Bases:
         """The passes over x that the prologue's row statistics need."""
         self.block = block
-        if not self.plan.reductions or self.deferred is not None:
-            return {}
-        self.builder.constant("BLOCK_S", self.choice.block_s)
-        return row_statistics(self, self.plan.reductions, self.plan.inner, self.choice.block_s, "BLOCK_S")
+        bases: Bases = {}
+        if self.plan.reductions and self.deferred is None:
+            self.builder.constant("BLOCK_S", self.choice.block_s)
+            bases = row_statistics(self, self.plan.reductions, self.plan.inner, self.choice.block_s, "BLOCK_S")
+        if self.plan.activations:
+            self.step = row_step(self, bases)
+        return bases
 
     def outer(self, bases: Bases) -> Printer:
         """A printer for what depends on rows alone."""
@@ -204,21 +209,28 @@ class Linear:
         printers = self.printers(body, columns, c, masked)
         for printer in printers:
             printer.expect(store.value for store in segment.stores)
+        scales: dict[tuple[int, int], str] = {}
         products = Products(self, body, segment, columns, c, masked)
         if ahead:
             products.ahead()
+            scales = self.scales(printers, segment, lambda number: number in self.spec.constants)
             self.load_early(printers, segment, lambda load: load.input in self.spec.constants)
             self.builder.wait(body)
             statistics = self.statistics(body)
             if first:
                 self.row_stores(body, statistics)
             self.load_early(printers, segment, lambda load: load.input not in self.spec.constants)
+        scales = {**scales, **self.scales(printers, segment, lambda number: not ahead or number not in self.spec.constants)}
         sums = products.run(statistics)
         done, header = body, ""
         if self.choice.split > 1:
             header, done = combined(self, body, sums, products.squares)
         if products.squares:
             self.scale(done, sums, products.squares)
+        for key, name in sums.items():
+            rows = [f"{self.step}[:, None]" if not self.single else self.step] if self.step else []
+            for factor in (*rows, *([scales[key]] if key in scales else [])):
+                done.line(f"{name} *= {factor}")
         axes = frozenset(range(len(printers[0].tile.shape)))
         for printer in printers:
             printer.block = done
@@ -250,6 +262,16 @@ class Linear:
             for load in unconditional(roots):
                 if wanted(load) and (self.single or t.R not in printer.interner.symbols(load)):
                     printer.value(load)
+
+    def scales(self, printers: list[Printer], segment: t.Segment, wanted: Callable[[int], bool]) -> dict[tuple[int, int], str]:
+        """Loads the scales of whole rows of int8 weights, by window and part, where their input is `wanted`."""
+        found = {}
+        for part, printer in enumerate(printers):
+            for number, window in enumerate(segment.windows):
+                scale = window.scale
+                if scale is not None and not scale.group and wanted(scale.input):
+                    found[(number, part)] = printer.load(t.Load(scale.input, scale.coords, self.spec.inputs[scale.input].dtype)).code
+        return found
 
     def scale(self, body: Block, sums: dict[tuple[int, int], str], squares: str) -> None:
         """Multiplies the sums by the factor of a deferred norm."""

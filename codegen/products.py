@@ -21,6 +21,7 @@ from .columns import Columns
 from .deferred import unconditional
 from .integers import normalise
 from .printer import Printer, Tile, unrounded
+from .quantised import LONGEST, rounded_rows, scaled, step_scale, two_digits, within_step
 from .statistics import Straight, divisible
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Products:
         self.span = self.inner if self.choice.split == 1 else linear.span
         self.straight = self.span.is_Integer and int(self.span) <= self.choice.block_k
         self.first: Tiles = {}  # the tiles loaded ahead
+        self.k0, self.current = "", ""  # in the loop: the first element of a step, its positions
         self.k = ""  # the block variable of the first step, where it is written already
         self.x_printer: Printer | None = None  # where one step covers everything: what prints x
         self.x = linear.deferred or unrounded(self.plan.x, self.plan.x_dtype)
@@ -195,12 +197,12 @@ class Products:
         """The steps over the contracted dimension, printing over the tile of x."""
         linear, outer = self.linear, self.outer(statistics)
         if self.straight:
-            self.k = self.k or self.steps_at(self.body, "k", linear.k_start)
+            self.k = self.current = self.k or self.steps_at(self.body, "k", linear.k_start)
             printer = self.x_printer or self.step_printer(outer, statistics)
             printer.tile.statistics.update(self.x_tile(self.k, statistics)[0].statistics)
             return Straight(printer)
-        k = self.builder.names.new("k")
-        k0 = self.builder.names.new("k0")
+        k = self.current = self.builder.names.new("k")
+        k0 = self.k0 = self.builder.names.new("k0")
         first = [f"{k} = {k0} + tl.arange(0, BLOCK_K)"]
         if self.mask_needed():
             self.builder.names.new(f"{k}_in")
@@ -233,7 +235,7 @@ class Products:
     def load_weight(self, right: Printer, window: t.WeightWindow) -> tuple[str, frozenset[int]]:
         """One tile of a weight as it is stored, 0 beyond the end of the contracted dimension."""
         tensor = self.spec.inputs[window.weight]
-        if tensor.dtype != self.plan.x_dtype:
+        if tensor.dtype != (self.plan.x_dtype if window.scale is None else torch.int8):
             raise refuse(
                 f"the weight {tensor.name} is {tensor.dtype}, the other operand {self.plan.x_dtype}; the product of both has no kernel"
             )
@@ -250,22 +252,24 @@ class Products:
 
     # ---------------------------------------------------------------------------------------------------------------- operands
 
-    def rows(self, printer: Printer) -> str:
-        """The block of x: the prologue at (r, k), rounded to the operand's dtype (not where a norm is deferred and sums are fp32)."""
-        plan, x, gemv = self.plan, self.x, self.schedule == "gemv"
+    def rows(self, printer: Printer, wide: bool) -> str:
+        """The block of x: the prologue at (r, k), rounded to the operand's dtype (not where a norm is deferred and sums are fp32).
+        `wide`: as fp32 all the same."""
+        plan, x = self.plan, self.x
         bare = isinstance(x, t.Load) and x.dtype == plan.x_dtype
         printer.expect([x])
-        text = printer.load(x, raw=not gemv) if isinstance(x, t.Load) and bare else printer.value(x, name=True)
+        text = printer.load(x, raw=not wide) if isinstance(x, t.Load) and bare else printer.value(x, name=True)
         k_axis = max(printer.tile.bound[t.K].axes)
         code = text.code
-        rounded = f".to({triton_type(plan.x_dtype)})" + (".to(tl.float32)" if gemv else "") if plan.x_dtype != torch.float32 else ""
-        if gemv and self.linear.deferred is not None:
+        rounded = f".to({triton_type(plan.x_dtype)})" + (".to(tl.float32)" if wide else "") if plan.x_dtype != torch.float32 else ""
+        if wide and self.linear.deferred is not None:
             rounded = ""
         if not bare:
             code = f"{text.at(3)}{rounded}" if rounded else code
             if k_axis in printer.tile.masks:
                 # Beyond the last element the prologue of 0 need not be 0.
                 code = f"tl.where({printer.tile.masks[k_axis]}, {text.code}, 0.0){rounded}"
+        gemv = self.schedule == "gemv"
         axes = text.axes if gemv else frozenset((0, 1))
         if not gemv and text.axes != axes:
             code = f"tl.broadcast_to({code}, [BLOCK_M, BLOCK_K])"
@@ -285,20 +289,77 @@ class Products:
 
     def vector_step(self, printer: Printer, tiles: Tiles, sums: Sums) -> None:
         """One step of fp32 multiply-adds."""
-        x = self.rows(printer)
-        for key, (name, _) in tiles.items():
-            wide = name if self.plan.x_dtype == torch.float32 else f"{name}.to(tl.float32)"
-            printer.block.line(f"{sums[key]} += {x} * {wide}")
+        x = self.rows(printer, wide=True)
+        if self.plan.activations:
+            x = rounded_rows(printer, x, self.linear.step if self.linear.single else f"{self.linear.step}[:, None, None]")
+        for (number, part), (name, _) in tiles.items():
+            window = self.segment.windows[number]
+            wide = f"{name}.to(tl.float32)" if window.scale is not None or self.plan.x_dtype != torch.float32 else name
+            if window.scale is not None and window.scale.group:
+                wide = f"({scaled(self, printer.block, self.weight_printer(printer.block, part), window, part, name, self.step_start())})"
+            printer.block.line(f"{sums[(number, part)]} += {x} * {wide}")
 
     def matrix_step(self, printer: Printer, k: str, sums: Sums) -> None:
         """One step on the matrix units."""
-        x = self.rows(printer)
-        tiles = self.load_tiles(printer.block, self.body, k, hoist=printer.block is not self.body)
-        skinny = self.schedule == "skinny"
-        precision = ', input_precision="ieee"' if self.plan.x_dtype == torch.float32 else ""
-        shape, whole = "[BLOCK_N, BLOCK_K]" if skinny else "[BLOCK_K, BLOCK_N]", frozenset((0, 1))
-        left = printer.statement(f"tl.trans({x})", whole, "x_t").code if skinny else x
-        for key, (w, axes) in tiles.items():
+        skinny, block = self.schedule == "skinny", printer.block
+        digits = self.int8_rows()
+        # Scales that change within a step multiply the weights, which then need fp32.
+        exact = not digits and any(w.scale is not None and not within_step(w.scale, self.choice.block_k) for w in self.segment.windows)
+        x = self.rows(printer, wide=digits or exact)
+        left = [x]
+        unit = ""
+        if self.plan.activations and digits:
+            left = [f"{rounded_rows(printer, x, f'{self.linear.step}[:, None]')}.to(tl.int8)"]
+        elif digits:
+            unit, *left = two_digits(printer, x)
+            unit += "[None, :]" if skinny else "[:, None]"
+        elif self.plan.activations:
+            left = [rounded_rows(printer, f"{x}.to(tl.float32)", f"{self.linear.step}[:, None]")]
+            left = left if exact else [f"{left[0]}.to({triton_type(self.plan.x_dtype)})"]
+        whole = frozenset((0, 1))
+        if skinny:
+            left = [printer.statement(f"tl.trans({part})", whole, "x_t").code for part in left]
+        tiles = self.load_tiles(block, self.body, k, hoist=block is not self.body)
+        precision = ', input_precision="ieee"' if exact or (self.plan.x_dtype == torch.float32 and not digits) else ""
+        shape = "[BLOCK_N, BLOCK_K]" if skinny else "[BLOCK_K, BLOCK_N]"
+        for (number, part), (w, axes) in tiles.items():
+            window, name = self.segment.windows[number], sums[(number, part)]
             w = w if axes == whole else f"tl.broadcast_to({w}, {shape})"
-            operands = f"{w}, {left}" if skinny else f"{left}, {w}"
-            printer.block.line(f"{sums[key]} = tl.dot({operands}, {sums[key]}{precision})")
+            scale = ""
+            if window.scale is not None and window.scale.group and not exact:
+                scale = f" * {step_scale(self, block, window, part, self.step_start())}"
+            if exact and window.scale is not None and window.scale.group:
+                w = f"({scaled(self, block, self.weight_printer(block, part), window, part, w, self.step_start())})"
+            elif not digits and (window.scale is not None or exact):
+                w = f"{w}.to({'tl.float32' if exact else triton_type(self.plan.x_dtype)})"
+
+            def dot(rows: str, more: str = "", w: str = w) -> str:
+                return f"tl.dot({f'{w}, {rows}' if skinny else f'{rows}, {w}'}{more})"
+
+            if not digits and not scale:
+                block.line(f"{name} = {dot(left[0], f', {name}{precision}')}")
+            elif not digits:
+                block.line(f"{name} += {dot(left[0], precision)}{scale}")
+            elif len(left) == 1:
+                block.line(f"{name} += {dot(left[0], ', out_dtype=tl.int32')}.to(tl.float32){scale}")
+            else:
+                high = self.builder.names.new("product")
+                block.line(f"{high} = {dot(left[0], ', out_dtype=tl.int32')} * 256")
+                block.line(f"{name} += {dot(left[1], f', {high}, out_dtype=tl.int32')}.to(tl.float32) * {unit}{scale}")
+
+    def int8_rows(self) -> bool:
+        """Whether rows meet the weights as int8: every weight is int8, and a step has one scale a column."""
+        scales = [window.scale for window in self.segment.windows]
+        fit = all(scale is not None and within_step(scale, self.choice.block_k) for scale in scales)
+        return fit and bool(self.plan.activations or (self.choice.digits and self.choice.block_k <= LONGEST))
+
+    def step_start(self) -> str:
+        """Source of the first element of the current step."""
+        return self.k0 or self.linear.k_start or "0"
+
+    def weight_printer(self, block: Block, part: int) -> Printer:
+        """What prints over the tile of a weight at the current step."""
+        layout = {"gemv": "rck", "skinny": "ck", "tiled": "kc"}[self.schedule]
+        masks = (*(("c",) if self.masked else ()), *(("k",) if self.mask_needed() else ()))
+        tile = self.linear.part(self.linear.tile(layout, {"c": self.c, "k": self.current}, masks), self.columns, part)
+        return Printer(self.builder, block, tile)

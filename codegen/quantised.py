@@ -1,0 +1,121 @@
+"""int8 weights in the products of linear regions: how they meet the rows, and where their scales come in.
+
+A scale for a whole row multiplies the finished sum. A scale for some elements of a row multiplies the product of one step, where a step
+lies within a group; else the weights themselves, in fp32.
+
+Rows meet int8 weights in one of three ways. The weights are converted to the rows' dtype, which holds them exactly. Or the rows are
+written in two int8 *digits*, x = unit * (256 * high + low) with a unit a row and step, about 16 bits: then the int8 matrix units multiply
+the weights as they are, and no weight is ever converted. Or, where the plan says so (W8A8), each row is rounded to int8 once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from dsi.ir import tile as t
+
+from .builder import Block, triton_type
+from .printer import Printer
+
+if TYPE_CHECKING:
+    from .linear import Bases, Linear
+    from .products import Products
+
+# The largest value whose two digits fit int8, 127 * 256 + 127; and the longest step whose integer products fit int32.
+TWO_DIGITS, LONGEST = 32639.0, 512
+# 1.5 * 2**23: added and taken away again, it leaves the nearest integer, ties to even, of a value below 2**22.
+TO_NEAREST = "12582912.0"
+
+
+def within_step(scale: t.Scale, block_k: int) -> bool:
+    """Whether all elements of a step share one scale (a row's, or a group's)."""
+    return not scale.group or scale.group % block_k == 0
+
+
+def step_scale(products: Products, block: Block, window: t.WeightWindow, part: int, start: str) -> str:
+    """The scales of one step that begins at element `start`, one a column: [columns, 1] beside skinny's and gemv's tiles, else [1,
+    columns]."""
+    assert window.scale is not None
+    return _scales(products, block, window.scale, part, start, 1)
+
+
+def _scales(products: Products, block: Block, scale: t.Scale, part: int, start: str, count: int) -> str:
+    """The scales of `count` groups from element `start` on."""
+    linear, names = products.linear, products.builder.names
+    k = names.new("k_group")
+    block.line(f"{k} = {start or '0'} + tl.arange(0, {count}) * {scale.group}")
+    masks = ["c"] if products.masked else []
+    if products.mask_needed():
+        names.new(f"{k}_in")
+        block.line(f"{k}_in = {k} < {products.size()}")
+        masks.append("k")
+    layout = "kc" if products.schedule == "tiled" else "ck"
+    tile = linear.part(linear.tile(layout, {"c": products.c, "k": k}, tuple(masks)), products.columns, part)
+    tile.shape = (str(count), "BLOCK_N") if layout == "kc" else ("BLOCK_N", str(count))
+    dtype = products.spec.inputs[scale.input].dtype
+    return Printer(products.builder, block, tile).load(t.Load(scale.input, scale.coords, dtype)).code
+
+
+def scaled(products: Products, block: Block, right: Printer, window: t.WeightWindow, part: int, w: str, start: str) -> str:
+    """A tile of int8 weights in fp32, each times the scale of its group."""
+    assert window.scale is not None
+    group, block_k = window.scale.group, products.choice.block_k
+    wide = f"{w}.to(tl.float32)"
+    if group % block_k == 0:
+        s = step_scale(products, block, window, part, start)
+        return f"{wide} * {s}" if len(right.tile.shape) == 2 else f"{wide} * {s}[None, :, :]"
+    if block_k % group == 0 and products.schedule != "tiled":
+        s = _scales(products, block, window.scale, part, start, block_k // group)
+        rows, lead = ("", "") if len(right.tile.shape) == 2 else ("1, ", "None, ")
+        apart, together = f"[{rows}BLOCK_N, {block_k // group}, {group}]", f"[{rows}BLOCK_N, BLOCK_K]"
+        return f"tl.reshape(tl.reshape({wide}, {apart}) * {s}[{lead}:, :, None], {together})"
+    dtype = products.spec.inputs[window.scale.input].dtype
+    return f"{wide} * {right.load(t.Load(window.scale.input, window.scale.coords, dtype)).code}"
+
+
+def two_digits(printer: Printer, x: str) -> tuple[str, str, str]:
+    """A block of fp32 rows in two int8 digits: (unit [rows], high, low). Off by at most half a unit an element, 2**-16 of the block's
+    largest; a row that is not finite has a unit that is none."""
+    names, block = printer.builder.names, printer.block
+    most, unit, whole, high, low = (names.new(name) for name in ("most", "unit", "whole", "high", "low"))
+    block.line(f"{most} = tl.max(tl.abs({x}), 1)")
+    block.line(f"{unit} = {most} / {TWO_DIGITS} + tl.sum({x} * 0.0, 1)")
+    block.line(f"{whole} = tl.floor({x} * tl.where({most} > 1e-30, {TWO_DIGITS} / {most}, 0.0)[:, None] + 0.5)")
+    block.line(f"{high} = tl.floor({whole} * 0.00390625 + 0.5)")
+    block.line(f"{low} = ({whole} - {high} * 256.0).to(tl.int8)")
+    return unit, f"{high}.to(tl.int8)", low
+
+
+def row_step(linear: Linear, bases: Bases) -> str:
+    """Writes the pass over the rows that finds the step of each, absmax / 127, where rows are rounded to int8. Returns its name: a scalar
+    for a single row, else 1-d over the rows."""
+    plan, names, block = linear.plan, linear.builder.names, linear.block
+    linear.builder.constant("BLOCK_S", linear.choice.block_s)
+    block.comment("the step of each row: the largest value is 127 of them")
+    most, poison, step = names.new("most"), names.new("poison"), names.new("step")
+    shape, axis = ("[BLOCK_S]", 0) if linear.single else ("[BLOCK_M, BLOCK_S]", 1)
+    for name in (most, poison):
+        block.line(f"{name} = tl.zeros({shape}, tl.float32)")
+    with linear.steps(bases) as printer:
+        printer.expect([plan.x])
+        value = printer.value(plan.x, name=True)
+        k_axis = max(printer.tile.bound[t.K].axes)
+        code = value.code
+        if k_axis in printer.tile.masks:
+            code = f"tl.where({printer.tile.masks[k_axis]}, {code}, 0.0)"
+        if plan.x_dtype != torch.float32:
+            code = f"{code}.to({triton_type(plan.x_dtype)}).to(tl.float32)"
+        x = printer.statement(code, value.axes, "x").code
+        printer.block.line(f"{most} = tl.maximum({most}, tl.abs({x}))")
+        printer.block.line(f"{poison} += {x} * 0.0")
+    block.line(f"{step} = tl.max({most}, {axis}) / 127.0 + tl.sum({poison}, {axis})")
+    return step
+
+
+def rounded_rows(printer: Printer, x: str, step: str) -> str:
+    """A block of fp32 rows in steps of each row, as whole fp32 numbers."""
+    name = printer.builder.names.new("whole")
+    printer.block.line(f"{name} = {x} / tl.where({step} > 0.0, {step}, 1.0)")
+    printer.block.line(f"{name} = ({name} + {TO_NEAREST}) - {TO_NEAREST}")
+    return name

@@ -1,0 +1,98 @@
+"""int8 weights in every schedule: scales of rows and of groups, rows as digits, rows rounded to int8."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dsi.codegen import Choice, generate
+
+from . import plans
+from .quantised import quantised, rounded_rows
+from .support import check, resources, run
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CASES = {
+    "llama_qkv": (lambda dtype, rows: plans.llama_qkv(dtype, 1, rows, cache=20), False),
+    "gpt2_qkv": (lambda dtype, rows: plans.gpt2_qkv(dtype, 1, rows), True),
+    "gate_up": (lambda dtype, rows: plans.gate_up(dtype, rows), False),
+    "projection": (lambda dtype, rows: plans.projection(dtype, rows, inner=72, columns=33), False),
+    "projection_kn": (lambda dtype, rows: plans.projection(dtype, rows, inner=72, columns=33, kn=True), True),
+}
+GEMV = Choice("gemv", 1, 1, 16, 16, 64, 4, 1)
+SKINNY = Choice("skinny", 16, 16, 32, 16, 32, 4, 2)
+TILED = Choice("tiled", None, 16, 32, 16, 32, 4, 2)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("group", [0, 8, 32, 20], ids=lambda group: f"group{group}")
+@pytest.mark.parametrize("name", CASES)
+def test_int8_weights(interpreter, name, group, dtype):
+    """Groups of a row, of less than a step, of more, and of no multiple of it."""
+    make, kn = CASES[name]
+    for rows, choice in ((1, replace(GEMV, split=2)), (3, replace(GEMV, max_rows=4, block_m=4)), (13, SKINNY), (13, TILED)):
+        check(quantised(lambda rows=rows: make(dtype, rows), group, kn), interpreter, choice=choice)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("group", [0, 32], ids=lambda group: f"group{group}")
+@pytest.mark.parametrize("name", CASES)
+def test_rows_as_digits(interpreter, name, group, dtype):
+    make, kn = CASES[name]
+    for rows, choice in ((3, SKINNY), (13, replace(SKINNY, split=3)), (13, TILED)):
+        case = quantised(lambda rows=rows: make(dtype, rows), group, kn)
+        if dtype == F32:  # two digits hold 16 bits
+            found = run(case, interpreter, choice=replace(choice, digits=2))
+            for value, expected in zip(found, case.expected, strict=True):
+                assert (value.double() - expected.double()).norm() <= 2**-14 * expected.double().norm(), name
+        else:
+            check(case, interpreter, choice=replace(choice, digits=2))
+
+
+def test_the_error_of_digits_has_a_bound(interpreter):
+    """Half a unit an element: 2**-16 of a step's largest value, also beside outliers."""
+    case = quantised(lambda: plans.projection(F32, 5, inner=72, columns=33))
+    case.inputs[0][:, 7] *= 3000
+    (value,) = run(case, interpreter, choice=replace(SKINNY, digits=2))
+    x, w, bias, residual = (n for n, tensor in enumerate(case.spec.inputs) if "scale" not in tensor.name)
+    exact = case.real(x) @ case.real(w).T + case.real(bias) + case.real(residual)
+    bound = case.real(x).abs().amax(1, keepdim=True) * 2.0**-16 * case.real(w).abs().sum(1)
+    assert ((value.double() - exact).abs() <= bound + 1e-5 * exact.abs()).all()
+
+
+def test_a_row_that_is_not_finite_stays_so(interpreter):
+    case = quantised(lambda: plans.projection(F32, 3, inner=72, columns=33))
+    case.inputs[0][1, 5], case.inputs[0][2, 6] = float("inf"), float("nan")
+    (value,) = run(case, interpreter, choice=replace(SKINNY, digits=2))
+    assert value[0].isfinite().all() and not value[1].isfinite().any() and not value[2].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("group", [0, 32], ids=lambda group: f"group{group}")
+def test_rows_rounded_to_int8(interpreter, group, dtype):
+    for rows, choice in ((1, GEMV), (3, SKINNY), (13, replace(SKINNY, split=3)), (13, TILED)):
+        case = rounded_rows(quantised(lambda rows=rows: plans.projection(dtype, rows, inner=72, columns=33), group))
+        check(case, interpreter, choice=choice)
+
+
+def test_no_weight_is_converted_beside_digits():
+    case = quantised(lambda: plans.gate_up(BF16, 8, 1024, 96))
+    (kernel,) = generate(case.spec, replace(SKINNY, digits=2, block_k=128))
+    assert "gate_weight.to(" not in kernel.source and "out_dtype=tl.int32" in kernel.source
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("gemv", 1, 1, 4, 2048, 4096, 8, 1),
+        Choice("skinny", 16, 16, 64, 128, 256, 4, 3, 2),
+        Choice("skinny", 16, 16, 64, 256, 256, 4, 3, 2, digits=2),
+    ],
+)
+def test_compiles_for_hopper(choice):
+    with torch.device("meta"):
+        case = quantised(lambda: plans.gate_up(BF16, choice.max_rows, 4096, 14336), 0)
+    (kernel,) = generate(case.spec, choice)
+    used = resources(case, kernel, 90)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["SHARED"] <= 227 * 1024, used
