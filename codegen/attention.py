@@ -57,7 +57,7 @@ class Attention(AttentionTiles):
             bounds.first.append(f"{self.first_query} - {plan.window - 1}")
             bounds.low.append(f"{self.last_query} - {plan.window - 1}")
         hides = plan.mask is not None and plan.mask.dtype == torch.bool
-        if self.choice.block_s == 1 or not scannable(self):
+        if self.choice.block_s == 1 or not scannable(self.plan):
             return bounds, hides
         begin = self.named("first_key", greatest(["0", *bounds.first]))
         stop = self.named("end_key", least(bounds.end))

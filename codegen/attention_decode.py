@@ -66,7 +66,7 @@ class AttentionDecode(AttentionTiles):
         stop = self.named("end_key", least(end))
         step = "BLOCK_J * SPLIT" if split > 1 else "BLOCK_J"
         own = begin if split == 1 else f"{self.part} * BLOCK_J" if begin == "0" else f"{begin} + {self.part} * BLOCK_J"
-        scanned = choice.block_s > 1 and scannable(self)
+        scanned = choice.block_s > 1 and scannable(self.plan)
         known = begin == "0" and self.keys.is_Integer
         blocks = math.ceil(math.ceil(int(self.keys) / choice.block_n) / split) if known else 0
         if blocks == 1 and not scanned:

@@ -34,21 +34,32 @@ class Seen:
     end_common: str = "0"
 
 
-def rows_of_mask(kernel: AttentionTiles) -> str:
-    """What a mask's rows are: "m" where heads differ, "q" where only queries do, "" where all rows are alike."""
+def rows_of_mask(plan: t.AttentionPlan, one_query: bool) -> str:
+    """What a mask's rows are: "m" where heads of a group differ, "q" where only queries do, "" where all rows are alike."""
     interner = Interner()
-    interner.number(kernel.plan.mask)
-    symbols = interner.symbols(kernel.plan.mask) - kernel.fixed.keys()
-    return "m" if t.H in symbols else "q" if t.S in symbols else ""
+    interner.number(plan.mask)
+    symbols = interner.symbols(plan.mask)
+    if t.H in symbols and plan.heads != plan.kv_heads:
+        return "m"
+    return "q" if t.S in symbols and not one_query else ""
 
 
-def scannable(kernel: AttentionTiles) -> bool:
-    """Whether the mask may hide some keys and show others."""
-    if kernel.plan.mask is None:
+def scannable(plan: t.AttentionPlan) -> bool:
+    """Whether there is a mask, and it may hide some keys and show others."""
+    if plan.mask is None:
         return False
     interner = Interner()
-    interner.number(kernel.plan.mask)
-    return t.J in interner.symbols(kernel.plan.mask)
+    interner.number(plan.mask)
+    return t.J in interner.symbols(plan.mask)
+
+
+def queries_of_block(group: int, block_m: int, most: int | None) -> int:
+    """Queries, padded, that a block of rows may belong to; `most`: of all rows, None where that is not known."""
+    if most is not None and most * group <= block_m:
+        height = most
+    else:
+        height = block_m // group if block_m % group == 0 else -(-block_m // group) + 1
+    return 1 << (height - 1).bit_length()
 
 
 def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], str], end: str, common: bool = False) -> Seen:
@@ -57,7 +68,7 @@ def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], s
     builder, body, step = kernel.builder, kernel.builder.body, kernel.choice.block_s
     builder.constant("BLOCK_S", step)
     one_step = not isinstance(count, str) and count.is_Integer and int(count) <= step
-    names = {name: builder.names.new(name) for name in ("j_seen", "s_seen", "first_seen", "end_seen")}
+    names = {name: builder.names.new(name) for name in ("j_seen", "s_seen", "first_seen", "end_seen", "number")}
     names |= {name: builder.names.new(name) for name in ("first_common", "end_common", "common")} if common else {}
     body.comment("the keys that any row may see" + (", and those that every row does" if common else ""))
     rows, all_rows, masked = _rows(kernel, names["s_seen"])
@@ -69,8 +80,11 @@ def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], s
             body.line(f"{names['end_common']} = tl.zeros([BLOCK_S], tl.int32)")
             body.line(f"{names['common']} = tl.zeros([BLOCK_S], tl.int32)")
     block = body if one_step else Block(body)
-    start = builder.names.new("seen")
-    block.line(f"{names['j_seen']} = {key('tl.arange(0, BLOCK_S)' if one_step else f'({start} + tl.arange(0, BLOCK_S))')}")
+    start, number = builder.names.new("seen"), "tl.arange(0, BLOCK_S)"
+    if not one_step:
+        block.line(f"{names['number']} = {start} + {number}")
+        number = names["number"]
+    block.line(f"{names['j_seen']} = {key(number)}")
     block.line(f"{builder.names.new(names['j_seen'] + '_in')} = {names['j_seen']} < {end}")
     some, every = _visible(kernel, block, rows, all_rows, masked, names)
     j = names["j_seen"]
@@ -102,7 +116,8 @@ def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], s
 
 def _rows(kernel: AttentionTiles, s_seen: str) -> tuple[str, str, bool]:
     """Writes the queries whose masks are looked at; returns the axis, the number of rows that count, and whether rows are masked."""
-    axis, group, choice, body = rows_of_mask(kernel), kernel.group, kernel.choice, kernel.builder.body
+    choice, body = kernel.choice, kernel.builder.body
+    axis = rows_of_mask(kernel.plan, kernel.queries == 1)
     if axis == "":
         return "", "1", False
     if axis == "m":
@@ -110,13 +125,10 @@ def _rows(kernel: AttentionTiles, s_seen: str) -> tuple[str, str, bool]:
         rows = kernel.size(kernel.rows)
         count = rows if kernel.one_block else f"tl.minimum(BLOCK_M, {rows} - {whole})"
         return "m", count if kernel.row_mask else "BLOCK_M", kernel.row_mask
-    aligned = choice.block_m % group == 0
-    height = choice.block_m // group if aligned else -(-choice.block_m // group) + 1
-    if kernel.one_block:
-        height = int(kernel.queries) if kernel.queries.is_Integer else choice.max_rows or height
-    height = 1 << (height - 1).bit_length()
+    most = int(kernel.queries) if kernel.queries.is_Integer else choice.max_rows
+    height = queries_of_block(kernel.group, choice.block_m, most)
     kernel.builder.constant("BLOCK_Q", height)
-    masked = not divisible(kernel.queries, height) or not (aligned or kernel.one_block)
+    masked = not divisible(kernel.queries, height) or not (choice.block_m % kernel.group == 0 or kernel.one_block)
     first = "" if kernel.one_block else f"{kernel.first_query} + "
     queries = kernel.size(kernel.queries)
     body.line(f"{s_seen} = {first}tl.arange(0, BLOCK_Q)")
