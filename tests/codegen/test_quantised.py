@@ -87,7 +87,7 @@ def test_no_weight_is_converted_beside_digits():
     [
         Choice("gemv", 1, 1, 4, 2048, 4096, 8, 1),
         Choice("skinny", 16, 16, 64, 128, 256, 4, 3, 2),
-        Choice("skinny", 16, 16, 64, 256, 256, 4, 3, 2, digits=2),
+        Choice("skinny", 16, 16, 64, 256, 256, 8, 3, 2, digits=2),
     ],
 )
 def test_compiles_for_hopper(choice):
