@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,13 @@ def compiled(function: Callable[..., Any], options: dict[str, Any] | None, *, wh
     )
     own.__kwdefaults__ = function.__kwdefaults__
     own.__wrapped__ = getattr(function, "__wrapped__", None) or function  # type: ignore[attr-defined]
-    return torch.compile(own, backend=dsi, options=options or None, fullgraph=whole)
+    return torch.compile(own, backend=dsi, options={**(options or {}), "guard_filter_fn": _kept_guards}, fullgraph=whole)
+
+
+def _kept_guards(guards: Sequence[Any]) -> list[bool]:
+    """All but those on transformers' table of what each class can record, which every further model in the process adds a line to: what
+    was compiled would be compiled again, and nothing that it looked up there can change."""
+    return ["_CAN_RECORD_REGISTRY" not in guard.name for guard in guards]
 
 
 @contextlib.contextmanager

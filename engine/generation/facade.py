@@ -1,4 +1,4 @@
-"""The model as transformers' `generate` sees it: its forward is compiled, and tokens are made by the engine's loop where that does the same.
+"""The model as transformers' `generate` sees it: its forward is compiled, and the engine's loop makes the tokens where it does the same.
 
 Everything that prepares a generation (configuration, special tokens, logits processors, stopping criteria) stays transformers' own code.
 """

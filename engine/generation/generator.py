@@ -56,6 +56,7 @@ class Generator:
         self.why_not_ours = ""  # why the last call ran in transformers' loops; "" where it did not
         self.loop: Loop | None = None
         self._refused = ""
+        self._positions = position_limit(model, model.config)
         self._facade = Facade(model, options, self._sample, self._check)
         self._lock = threading.RLock()
         self._done: Any = None
@@ -95,7 +96,14 @@ class Generator:
             log.debug("generation runs in transformers' loop: %s", reason)
             raise
         self._check(request.held + request.fed, request.total)
-        made = loop.run(request)
+        try:
+            made = loop.run(request)
+        except torch._dynamo.exc.Unsupported as error:
+            if loop.taken:
+                raise
+            self._refused = self.why_not_ours = f"the model is more than one graph: {str(error).strip().splitlines()[0]}"
+            log.warning("dsi: generation runs in transformers' loop: %s", self._refused)
+            raise NotOurs(self._refused) from error
         self.why_not_ours = ""
         config = kwargs["generation_config"]
         ids = made.ids.to(input_ids.device)
@@ -131,9 +139,8 @@ class Generator:
             raise ValueError(
                 f"{asked}, and the engine was made for max_out_tokens = {self.max_out_tokens}: ask for fewer, or make it larger"
             )
-        positions = position_limit(self.model, self.model.config)
-        if positions is not None and total > positions:
-            raise ValueError(f"{asked}, and {type(self.model).__name__} has a table of {positions} positions: ask for fewer")
+        if self._positions is not None and total > self._positions:
+            raise ValueError(f"{asked}, and {type(self.model).__name__} has a table of {self._positions} positions: ask for fewer")
 
     @contextlib.contextmanager
     def _ordered(self) -> Iterator[None]:

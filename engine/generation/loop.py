@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .buckets import cache_bucket, prompt_bucket
-from .cache import KeyValueStore, hand_over, take_over
+from .cache import KeyValueStore, take_over
 from .compiled import compiled
 from .decoder import Decoder
 from .progress import compiling
@@ -84,6 +84,7 @@ class Loop:
     _compiled: set[Hashable] = field(default_factory=set)
     _weights: Hashable = None
     last_step: Hashable = None  # the key of the decode step that was run last
+    taken: int = 0  # tokens of a row that the request under way, or the last one, has got
 
     def __post_init__(self) -> None:
         self.store = KeyValueStore(self.decoder.layers, self.device)
@@ -101,23 +102,25 @@ class Loop:
         self._prompt = compiled(prompt, self.options, whole=True)
         self._step = compiled(step, self.options, whole=True)
 
+    @torch.no_grad()
     def run(self, request: Request) -> Made:
         """Generate. The cache and the state that it leaves are overwritten by the next run."""
         rows = request.ids.shape[0]
         moved = self.store.grown
-        cache = self.store.cache(rows, cache_bucket(request.total, self.least, self.most))
+        cache = self._cache(rows, request.total)
         if self.store.grown != moved:
             self._states.clear()
-        if self.store.grown != moved or self._weights != (weights := self.fingerprint()):
+        weights = self.fingerprint()
+        if self.store.grown != moved or self._weights != weights:
             self.steps.forget()
-            self._weights = self.fingerprint()
+            self._weights = weights
         if request.past is not None and request.held:
             take_over(cache, request.past, request.held)
         state = self._state(rows)
         self._begin(state, request)
-        made = self._tokens(state, cache, request)
+        self._tokens(state, cache, request)
         n = request.ids.shape[1]
-        return Made(state.ids[:, : n + made].clone(), cache, request.held + request.fed + made - 1)
+        return Made(state.ids[:, : n + self.taken].clone(), cache, request.held + request.fed + self.taken - 1)
 
     def fingerprint(self) -> Hashable:
         """Changes where a weight lies elsewhere or a module is another: what was recorded reads the old one."""
@@ -126,6 +129,22 @@ class Loop:
         return tuple(id(part) for part in model.modules()), tuple(tensor.data_ptr() for tensor in tensors)
 
     # ------------------------------------------------------------------------------------------------------------------- buffers
+
+    def _cache(self, rows: int, total: int) -> Cache:
+        """An empty cache for `total` tokens a row; with room for more, so that it need not grow soon, if the memory is there."""
+        slots = cache_bucket(total, self.least, self.most)
+        try:
+            return self.store.cache(rows, slots)
+        except RuntimeError:  # what running out of memory is, on every device
+            needed = max(total, self.least)
+            try:
+                return self.store.cache(rows, needed)
+            except RuntimeError as error:
+                size = self.store.bytes_a_token * needed * rows / 2**20
+                raise RuntimeError(
+                    f"dsi: the KV cache of {rows} rows of {needed} tokens needs {size:.0f} MiB, which {self.device} does not have "
+                    f"(max_out_tokens = {self.most}, min_out_tokens = {self.least}): {error}"
+                ) from error
 
     def _state(self, rows: int) -> State:
         key = (rows, self.store.slots)
@@ -164,8 +183,8 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------------------------------------- steps
 
-    def _tokens(self, state: State, cache: Cache, request: Request) -> int:
-        """Run the steps; returns how many tokens a row has got."""
+    def _tokens(self, state: State, cache: Cache, request: Request) -> None:
+        """Run the steps, and count the tokens that a row gets."""
         recipe = request.recipe
         masked = state.rows > 1 or request.mask is not None or self.decoder.always_masked
         mask = state.mask if masked else None
@@ -189,33 +208,32 @@ class Loop:
         kind = (state.rows, state.slots, masked, state.ending, recipe.key)
         self.last_step = ("step", *kind)
         lag = reader.lag if request.criteria is None else 0
-        taken = 0
+        self.taken = 0
 
-        def take(step: int) -> bool:
-            """Look at the tokens of a step; whether every row is at its end."""
-            row = reader.read(step)
+        def take() -> bool:
+            """Look at the tokens of the next step; whether every row is at its end."""
+            row = reader.read(self.taken)
+            self.taken += 1
+            ended = bool(row[-1])
+            if request.criteria is not None:
+                done = request.criteria(state.ids[:, : request.ids.shape[1] + self.taken], None)
+                state.finished.logical_or_(done.to(state.finished.device))
+                ended = bool(state.finished.all())
             if request.streamer is not None:
                 request.streamer.put(row[:-1].clone())
-            if request.criteria is not None:
-                done = request.criteria(state.ids[:, : request.ids.shape[1] + step + 1], None)
-                state.finished.logical_or_(done.to(state.finished.device))
-                return bool(state.finished.all())
-            return bool(row[-1])
+            return ended
 
         for number in range(request.limit):
             key, function = (("prompt", bucket, *kind), prompt) if number == 0 else (self.last_step, step)
-            with compiling("prompt" if number == 0 and bucket > 1 else "decode step", self._new(key)):
+            graph = "prompt" if number == 0 and bucket > 1 else "decode step"
+            with compiling(graph, self._new((graph, state.rows, state.slots, masked))):
                 self.steps.run(key, function)
             reader.queue(number)
-            while taken < number + 1 - lag:
-                taken += 1
-                if take(taken - 1):
-                    return taken
-        while taken < request.limit:
-            taken += 1
-            if take(taken - 1):
-                break
-        return taken
+            while self.taken < number + 1 - lag:
+                if take():
+                    return
+        while self.taken < request.limit and not take():
+            pass
 
     def _new(self, key: Hashable) -> bool:
         if key in self._compiled:
