@@ -6,19 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from dsi.codegen.devices import find_device
 from dsi.ir.context import Context
 from dsi.ir.errors import Refusal
 from dsi.ir.region import Region
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from .ahead import Made, compile_ahead, sizes_now
 from .cache import DiskCache
 from .graphs import GraphedProgram, written_inputs
 from .inductor_api import static_inputs
-from .kernels import device_name, kernels_for
+from .kernels import device_name, kernels_for, renew
 from .launch import GeneratedKernel
 from .program import Kernels, Program, RegionKernel, build
 from .sizes import Sizes
 from .timing import timed
+from .trial import DeviceTrials
+from .tune import tune, unusable
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -33,8 +38,16 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     """
     index = next((value.device.index for value in example_inputs if _is_tensor(value) and value.device.type == "cuda"), None)
     index = torch.cuda.current_device() if index is None else index
+    if context.options.mode.startswith("max-autotune"):
+        with timed(context, "tuning"):
+            tune_kernels(context, torch.device("cuda", index))
+    made: list[Made] = []
     with timed(context, "kernels"), torch.cuda.device(index):
-        program = build(gm, example_inputs, generated_kernels(context, torch.device("cuda", index)))
+        program = build(gm, example_inputs, generated_kernels(context, torch.device("cuda", index), made))
+    sizes = sizes_now(program.sizes, example_inputs)
+    if made and sizes is not None:
+        with timed(context, "triton"):
+            compile_ahead(made, sizes, torch.device("cuda", index))
     run: Boxed = program
     mode = context.options.mode
     if mode in GRAPHED_MODES:
@@ -52,6 +65,19 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     call.program = program  # type: ignore[attr-defined]
     call.graphs = run if run is not program else None  # type: ignore[attr-defined]
     return call
+
+
+def tune_kernels(context: Context, device: torch.device) -> None:
+    """Has the kernels of a graph's regions be those that are fastest on the device, as far as the seconds for it go."""
+    reason = unusable(device) or ("tuning=0" if not context.options.tuning else "")
+    if reason:
+        context.report.notes.append(f"mode {context.options.mode!r}: no kernel is tuned: {reason}")
+        return
+    with unset_fake_temporarily(), torch.cuda.device(device):
+        name = device_name(context)
+        figures = find_device(name)
+        if tune(context.report.regions, context, DeviceTrials(device, figures), name, figures):
+            renew(context.report.regions, name)
 
 
 def compile_interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> Program:
@@ -72,9 +98,9 @@ def why_not_graphed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     return ""
 
 
-def generated_kernels(context: Context, device: torch.device | str) -> Kernels:
+def generated_kernels(context: Context, device: torch.device | str, made: list[Made] | None = None) -> Kernels:
     """What runs a region on tensors of `device`: its generated kernels, or None, with a refusal in the report, where it must run by
-    references.
+    references. Each is added to `made`, with its region.
     """
     disk = DiskCache(device_name(context), context.options.cache)
     here = torch.device(device)
@@ -89,7 +115,10 @@ def generated_kernels(context: Context, device: torch.device | str) -> Kernels:
             if found not in context.report.unfused:
                 context.report.unfused.append(found)
             return None
-        return GeneratedKernel(found, values, sizes, disk, here, overlaps)
+        kernel = GeneratedKernel(found, values, sizes, disk, here, overlaps)
+        if made is not None:
+            made.append((region, kernel))
+        return kernel
 
     return kernels
 

@@ -17,9 +17,11 @@ from dsi.codegen.kernel import Kernel, digest_of
 from dsi.ir.context import Context
 from dsi.ir.errors import Refusal, Refused
 from dsi.ir.region import Region
+from dsi.ir.tile import KernelSpec
 from torch.utils._sympy.functions import FloorDiv
 
 from .cache import DiskCache
+from .choices import shipped, untuned, winner
 from .serialise import expression_from_json, expression_to_json, kernel_from_json, kernel_to_json
 from .sizes import expression
 
@@ -42,6 +44,7 @@ class KernelSet:
 
 
 _sets: dict[tuple[str, str], KernelSet | Refusal] = {}
+_outdated: set[tuple[str, str]] = set()  # what is stored of these was made with other choices
 _modules: dict[str, ModuleType] = {}
 _lock = threading.RLock()
 
@@ -61,8 +64,9 @@ def kernels_for(region: Region, context: Context) -> KernelSet | Refusal:
     with _lock:
         if memo not in _sets:
             disk = DiskCache(device, context.options.cache and bool(region.key))
-            stored = _read(disk, region.key)
-            _sets[memo] = stored if stored is not None else _generate(region, device)
+            stored = None if memo in _outdated else _read(disk, region.key)
+            _sets[memo] = stored if stored is not None else _generate(region, device, disk.enabled)
+            _outdated.discard(memo)
             if stored is None:
                 _write(disk, region.key, _sets[memo])
         found = _sets[memo]
@@ -76,6 +80,14 @@ def kernels_for(region: Region, context: Context) -> KernelSet | Refusal:
     return dataclasses.replace(found, node=region.name)
 
 
+def renew(regions: Sequence[Region], device: str) -> None:
+    """Has the kernels of some regions generated anew, because other choices are known to be better."""
+    with _lock:
+        for region in regions:
+            _sets.pop((device, region.key), None)
+            _outdated.add((device, region.key))
+
+
 def print_kernels(context: Context) -> None:
     """Generates the kernels of every region of the report that has none yet, so that they can be shown where the CPU runs something
     else.
@@ -87,16 +99,12 @@ def print_kernels(context: Context) -> None:
                 context.report.unfused.append(found)
 
 
-def _generate(region: Region, device: str) -> KernelSet | Refusal:
-    from dsi.codegen.devices import find_device
-
-    from dsi import codegen
-
+def _generate(region: Region, device: str, cache: bool) -> KernelSet | Refusal:
     spec = region.spec
     if spec is None:
         return Refusal("it has no plan, so no kernel")
     try:
-        variants = codegen.generate(spec, device=find_device(device))
+        variants = _variants(spec, region.key, device, cache)
     except Refused as refused:
         return refused.refusal
     except NotImplementedError as error:  # an index expression that has no form in Triton
@@ -104,6 +112,23 @@ def _generate(region: Region, device: str) -> KernelSet | Refusal:
     ordered = tuple(sorted(variants, key=lambda kernel: (kernel.max_rows is None, kernel.max_rows or 0)))
     rows = spec.plan.queries if hasattr(spec.plan, "queries") else spec.plan.rows
     return KernelSet(ordered, expression(rows), _origins(region))
+
+
+def _variants(spec: KernelSpec, key: str, device: str, cache: bool) -> Sequence[Kernel]:
+    """The kernels of a specification, by the best choices that are known."""
+    from dsi.codegen import cost
+    from dsi.codegen.devices import find_device
+
+    from dsi import codegen
+
+    figures, buckets = find_device(device), cost.buckets(spec.plan)
+    known = {bucket: (key and winner(device, cache, key, bucket)) or shipped(spec, bucket, device) for bucket in buckets}
+    if not any(known.values()):
+        return codegen.generate(spec, device=figures)
+    found: list[Kernel] = []
+    for bucket, choice in known.items():
+        found += codegen.generate(spec, choice=choice or untuned(spec, bucket, device, figures), device=figures)
+    return found
 
 
 def _origins(region: Region) -> dict[str, Origin]:

@@ -35,6 +35,7 @@ class GeneratedKernel:
         overlaps: bool = False,
     ):
         self.found = found
+        self.overlaps = overlaps
         device = device or next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
         self.allocate = allocator(device)
         symbols = symbol_values(found, values)

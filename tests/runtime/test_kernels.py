@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import dsi.codegen
 import dsi.runtime.kernels as kernels
 import pytest
@@ -9,6 +11,7 @@ import torch
 from dsi.codegen.kernel import Kernel, digest_of
 from dsi.ir.errors import Refusal, refuse
 from dsi.runtime import inductor_api
+from dsi.runtime.ahead import compile_ahead, sizes_now
 from dsi.runtime.cpu import compile_cpu
 from dsi.runtime.cuda import generated_kernels, why_not_graphed
 from dsi.runtime.kernels import KernelSet, kernels_for, print_kernels
@@ -268,3 +271,38 @@ def test_a_tensor_in_another_layout_than_its_fake_is_laid_out_anew():
     assert torch.equal(program([real])[0], real * 2)
     ((_, arguments, _),) = kernels.load(found.variants[0], disk).LOG
     assert arguments[0].stride() == (6, 1) and torch.equal(arguments[0], real)
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled ahead
+
+
+class Compiles:
+    """Stands in for a generated kernel: notes what it is compiled for."""
+
+    def __init__(self, found, overlaps=False):
+        self.found, self.overlaps, self.given = found, overlaps, []
+
+    def compile(self, inputs, outputs, sizes):
+        self.given.append((inputs, outputs, sizes))
+        if self.found == "broken":
+            raise RuntimeError("out of resource")
+
+
+def test_each_kernel_is_compiled_once_ahead_of_the_first_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    outer, _ = decode_layer(layer_inputs(3, 7, 29, 5), (3, 7))
+    sizes = Sizes(outer.fakes)
+    now = sizes_now(sizes, outer.fakes)
+    assert sorted(now) == [3, 7]
+    project, again, early = Compiles("shared"), Compiles("shared"), Compiles("shared", overlaps=True)
+    compile_ahead([(outer.regions[2], project), (outer.regions[4], again), (outer.regions[4], early)], now, torch.device("cuda"))
+    assert [len(kernel.given) for kernel in (project, again, early)] == [1, 0, 1]
+    assert project.given == [([torch.float32] * 3, [torch.float32], now)]
+
+
+def test_what_cannot_be_compiled_ahead_fails_at_its_launch_not_before(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    outer, _ = decode_layer(layer_inputs(2, 1, 32, 5))
+    broken = Compiles("broken")
+    compile_ahead([(outer.regions[2], broken)], (), torch.device("cuda"))
+    assert broken.given
