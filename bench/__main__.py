@@ -152,29 +152,37 @@ def attention_command(
 @app.command("linear")
 def linear_command(
     shapes: Annotated[str, typer.Option(help="N x K x M (columns, inner, rows), by commas.")] = "default",
-    form: Annotated[str, typer.Option(help="What surrounds the product (bench/linear.py: FORMS).")] = "plain",
+    form: Annotated[str, typer.Option(help="What surrounds the product (bench/linear_forms.py: FORMS).")] = "plain",
+    cases: Annotated[str, typer.Option("--models", help="Instead of shapes: the linears of models, by commas (bench/shapes.py).")] = "",
+    rows: Annotated[str, typer.Option(help="Rows of the models' linears, by commas.")] = "1,4,16,64",
     choice: Annotated[list[str] | None, typer.Option(help="Fields of a choice, 'block_n=8|16,num_warps=4'; | tries each.")] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Try a built-in list of choices.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Try what the cost model lists.")] = False,
+    most: Annotated[int, typer.Option(min=1, help="Choices of a sweep, for each case.")] = 16,
     best: Annotated[int, typer.Option(help="Choices that are printed.")] = 5,
+    defaults: Annotated[Path | None, typer.Option(help="File in the form of codegen/defaults.json that gets the winners.")] = None,
     blocks: Blocks = 5,
     dtype: Dtype = None,
     small: Small = False,
     budget: Seconds = None,
     json: Json = None,
 ) -> None:
-    """One linear's generated kernel beside cuBLAS, its weights rotated past the cache; the tool to tune kernels with."""
+    """Linears' generated kernels beside cuBLAS, weights rotated past the cache; the tool to tune kernels with."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
     from bench import linear
+    from bench.comparators import DTYPES
 
     shared = settings("eager,dsi", blocks, dtype, small, budget, json)
     texts = (linear.SMALL if small else linear.SHAPES) if shapes == "default" else shapes
     try:
-        cases = [linear.parse_shape(text) for text in texts.split(",")]
         wanted = [fields for text in choice or () for fields in linear.parse_choices(text)]
-        linear.run(shared, cases, form, wanted, sweep, best)
+        if cases:
+            listed = linear.model_cases(models(cases), numbers(rows), DTYPES[dtype] if dtype else None)
+        else:
+            listed = linear.cases_of(texts, form, DTYPES[dtype or ("fp32" if small else "fp16")])
+        linear.run(shared, listed, linear.Plan(wanted, most if sweep else 0, best, defaults))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
