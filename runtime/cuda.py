@@ -78,6 +78,7 @@ def tune_kernels(context: Context, device: torch.device) -> None:
         figures = find_device(name)
         if tune(context.report.regions, context, DeviceTrials(device, figures), name, figures):
             renew(context.report.regions, name)
+        torch.cuda.empty_cache()  # of the data that kernels were tried on
 
 
 def compile_interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> Program:

@@ -67,10 +67,12 @@ class CudaRecorder:
         # cuBLAS keeps scratch memory a stream: what it allocated outside must not be used inside, nor the other way round.
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            # Recording happens on a stream of its own; kernels are to use the scratch memory of the one where the graph will be launched.
+            with recording(stream_of(torch.device("cuda"))) as used, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 results = run()
         finally:
             torch._C._cuda_clearCublasWorkspaces()
+        graph.workspaces = used  # they live as long as the graph, which goes on using them
         return graph.replay, results
 
 
@@ -185,8 +187,7 @@ class _Graph:
                 if isinstance(value, torch.Tensor) and number not in pinned
             }
         given = [self.buffers.get(number, value) for number, value in enumerate(inputs)]
-        with recording(place) as self.workspaces:  # kept as long as the graph, which goes on using them
-            self.replay, results = recorder.record(lambda: program(list(given)), place)
+        self.replay, results = recorder.record(lambda: program(list(given)), place)
         # A result that is a pinned input is not copied: the caller gets the input of his call.
         place_of = {id(value): number for number, value in enumerate(given) if isinstance(value, torch.Tensor)}
         self.results: list[tuple[Any, int | None]] = [(result, place_of.get(id(result))) for result in results]

@@ -30,6 +30,7 @@ from .sizes import Sizes
 from .workspaces import recording, stream_of
 
 Assumed = Mapping[sympy.Symbol, int]
+Data = tuple[list[Any], list[torch.Tensor]]  # inputs and outputs of one launch
 ROUNDS = 5  # timings of which the median is taken
 SHORTEST, LONGEST = 10, 200  # launches in one timing
 TIMING = 400e-6  # seconds that one timing should take
@@ -90,7 +91,7 @@ class DeviceTrials:
                     times[number].append(self._seconds(replay) / launches)
             return [statistics.median(found) for found in times]
 
-    def _data(self, subject: Subject) -> list[tuple[list[Any], list[torch.Tensor]]]:
+    def _data(self, subject: Subject) -> list[Data]:
         generator = torch.Generator(self.device).manual_seed(0)
         assumed = subject.assumed
         first = sample(subject.spec, assumed, self.device, generator)
@@ -99,11 +100,15 @@ class DeviceTrials:
         copies = min(max(math.ceil(PAST_CACHE * cache / max(size, 1)), 1), LONGEST)
         return [first, *(sample(subject.spec, assumed, self.device, generator) for _ in range(copies - 1))]
 
-    def _graph(self, candidate: Candidate, data: Sequence[Any]) -> tuple[Callable[[], None], int]:
+    def _graph(self, candidate: Candidate, data: Sequence[Data]) -> tuple[Callable[[], None], int]:
         """What launches the kernel on each of the data by turns, and how often."""
-        for inputs, outputs in data[:2]:
+
+        def run(number: int) -> None:
+            inputs, outputs = data[number % len(data)]
             candidate.run(inputs, outputs, ())
-        one = self._seconds(lambda: candidate.run(*data[-1], ()))
+
+        run(0)  # what it zeroes once is zeroed, and not within the graph
+        one = self._seconds(lambda: run(1))
         launches = min(max(math.ceil(TIMING / max(one, 1e-7)), SHORTEST), LONGEST)
         launches = math.ceil(launches / len(data)) * len(data)
         graph, stream, place = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device), stream_of(self.device)
@@ -112,7 +117,7 @@ class DeviceTrials:
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 for number in range(launches):
-                    candidate.run(*data[number % len(data)], ())
+                    run(number)
             finally:
                 graph.capture_end()
         graph.replay()
