@@ -33,6 +33,13 @@ def triton_type(dtype: torch.dtype) -> str:
     return TRITON_TYPES[dtype]
 
 
+def prefetch(address: str) -> str:
+    """Source of a request that the lines of a block of addresses come to the L2 cache. Nothing is read, so it may precede the wait."""
+    return (
+        f'tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [{address}], dtype=tl.int32, is_pure=False, pack=1)'
+    )
+
+
 class Names:
     """Hands out Python identifiers, each once."""
 
@@ -102,6 +109,7 @@ class Builder:
         self.constants: dict[str, int | bool] = {}
         self.workspaces: list[Workspace] = []
         self._workspace_names: list[str] = []
+        self._in_workspace: dict[int, str] = {}  # inputs that lie in scratch memory: the pointers
         self.helpers: dict[str, str] = {}
         symbols = {name for name, _ in spec.scalars}
         for tensor in (*spec.inputs, *spec.outputs):
@@ -117,6 +125,8 @@ class Builder:
 
     def input(self, number: int) -> str:
         """The pointer of a region input, entered in the signature."""
+        if number in self._in_workspace:
+            return self._in_workspace[number]
         triton_type(self.spec.inputs[number].dtype)
         return self.inputs.setdefault(number, self._input_names[number])
 
@@ -157,6 +167,10 @@ class Builder:
         self.workspaces.append(Workspace(sympy.sympify(size), dtype, zeroed))
         self._workspace_names.append(self.names.new(f"{hint}_ptr"))
         return self._workspace_names[-1]
+
+    def place(self, number: int, pointer: str) -> None:
+        """States that an input lies in the scratch memory `pointer`."""
+        self._in_workspace[number] = pointer
 
     def use(self, helper: str) -> None:
         """Enters a helper function of `pointwise.HELPERS`, after those that it calls."""

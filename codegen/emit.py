@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import sympy
 from dsi.ir import tile as t
 
-from . import cost
+from . import apart, cost
 from .attention import Attention
 from .attention_decode import AttentionDecode
 from .builder import Builder, triton_type
@@ -39,28 +40,61 @@ def generate(spec: t.KernelSpec, choice: Choice | None = None, device: Device = 
 
 
 def _kernel(spec: t.KernelSpec, choice: Choice, device: Device) -> Kernel:
-    builder, grid = SCHEDULES[choice.schedule](spec, choice)
     entry = spec.name if spec.name.isidentifier() else re.sub(r"\W", "_", f"k_{spec.name}")
     entry = f"{entry}_kernel" if entry in RESERVED else entry
-    arguments, _ = builder.arguments()
+    parts = _parts(spec, choice, entry)
+    builders = [part.builder for part in parts]
+    imports = "import triton\nimport triton.language as tl\n"
+    if any("PDL" in builder.constants for builder in builders):
+        imports += "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
+    helpers = {name: text for builder in builders for name, text in builder.helpers.items()}
+    texts = [
+        header(spec, choice, builders, device),
+        imports,
+        *helpers.values(),
+        *(part.builder.function(part.entry) for part in parts),
+    ]
+    source = "\n\n".join(text if text.endswith("\n") else text + "\n" for text in (texts[0] + "\n" + texts[1], *texts[2:]))
+    launches = tuple(_launch(part, device) for part in parts)
+    # The last kernel knows all scratch memory: what the ones before it leave comes first.
+    return Kernel(spec.name, source, digest_of(source), launches, choice.max_rows, choice.schedule, tuple(builders[-1].workspaces))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One kernel of a region, in the order of their launches."""
+
+    entry: str
+    builder: Builder
+    grid: tuple[sympy.Expr, ...]
+    warps: int
+    stages: int
+
+
+def _parts(spec: t.KernelSpec, choice: Choice, entry: str) -> list[_Part]:
+    """The kernels of a region: one, or two where the prologue of a linear is computed apart."""
+    if not apart.is_apart(spec, choice):
+        builder, grid = SCHEDULES[choice.schedule](spec, choice)
+        return [_Part(entry, builder, grid, choice.num_warps, choice.num_stages)]
+    product, given = apart.product_spec(spec, choice)
+    rows, rows_grid, warps = apart.write_rows(spec, choice, product, given)
+    linear = Linear(product, choice, given)
+    apart.place(linear.builder, product, given)
+    builder, grid = linear.write()
+    return [_Part(f"{entry}_rows", rows, rows_grid, warps, 1), _Part(entry, builder, grid, choice.num_warps, choice.num_stages)]
+
+
+def _launch(part: _Part, device: Device) -> Launch:
+    arguments, _ = part.builder.arguments()
     # Without a stated limit ptxas may spill a few registers to fit one more block on a processor.
-    options = {"enable_fp_fusion": True, "maxnreg": min(255, REGISTERS // (32 * choice.num_warps))}
-    constants, imports = dict(builder.constants), "import triton\nimport triton.language as tl\n"
+    options: dict[str, int | bool] = {"enable_fp_fusion": True, "maxnreg": min(255, REGISTERS // (32 * part.warps))}
+    constants = dict(part.builder.constants)
     if "PDL" in constants:
         constants["PDL"] = options["launch_pdl"] = device.capability >= 90
-        imports += "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
-    launch = Launch(entry, arguments, constants, grid, choice.num_warps, choice.num_stages, options)
-    parts = [
-        header(spec, choice, builder, device),
-        imports,
-        *builder.helpers.values(),
-        builder.function(entry),
-    ]
-    source = "\n\n".join(part if part.endswith("\n") else part + "\n" for part in (parts[0] + "\n" + parts[1], *parts[2:]))
-    return Kernel(spec.name, source, digest_of(source), (launch,), choice.max_rows, choice.schedule, tuple(builder.workspaces))
+    return Launch(part.entry, arguments, constants, part.grid, part.warps, part.stages, options)
 
 
-def header(spec: t.KernelSpec, choice: Choice, builder: Builder, device: Device) -> str:
+def header(spec: t.KernelSpec, choice: Choice, builders: Sequence[Builder], device: Device) -> str:
     """The comment that opens a kernel's file: what it stands for, on what, and what it should cost."""
     plan = spec.plan
     lines = [f"{spec.name}: schedule {choice.schedule}, {_rows(plan, choice)}"]
@@ -69,7 +103,9 @@ def header(spec: t.KernelSpec, choice: Choice, builder: Builder, device: Device)
     if spec.source_lines:
         lines += ["", "model source:", *(f"    {line}" for line in spec.source_lines)]
     lines += ["", "tensors:"]
-    for kind, numbers, tensors in (("in ", builder.inputs, spec.inputs), ("out", builder.outputs, spec.outputs)):
+    names = {number: name for builder in builders for number, name in builder.inputs.items()}
+    stored = {number: name for builder in builders for number, name in builder.outputs.items()}
+    for kind, numbers, tensors in (("in ", names, spec.inputs), ("out", stored, spec.outputs)):
         for number in sorted(numbers):
             tensor = tensors[number]
             dtype = str(tensor.dtype).removeprefix("torch.")

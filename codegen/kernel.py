@@ -77,8 +77,9 @@ class Choice:
     for row statistics. All are powers of two. Where columns are held in groups, `block_n` counts them after padding to a power of two.
 
     `split` programs share the contracted dimension (attention: the keys) of one block, and the last to arrive finishes it. `prefetch`
-    bytes of each row of a weight are asked for before the kernel waits for the one before it (0: none). `digits` int8 digits stand for
-    an activation where the weights are int8 (0: the weights are converted instead).
+    bytes of each row of a weight are asked for before the kernel waits for the one before it (0: none). `apart`: a linear's prologue is a
+    kernel of its own. `digits` int8 digits stand for an activation where the weights are int8 (0: the weights are converted instead);
+    they are made apart.
     """
 
     schedule: str
@@ -92,3 +93,4 @@ class Choice:
     split: int = 1
     prefetch: int = 0
     digits: int = 0
+    apart: bool = False

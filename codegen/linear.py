@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import sympy
+import torch
 from dsi.ir import tile as t
 
 from .builder import Block, Builder
@@ -26,6 +28,9 @@ from .quantised import row_step
 from .split import combined, shares
 from .statistics import Straight, divisible, held_statistics, row_statistics
 
+if TYPE_CHECKING:
+    from .apart import Given
+
 Grid = tuple[sympy.Expr, ...]
 Bases = dict[tuple[int, str], str]  # names of row statistics by (reduction, which)
 
@@ -33,9 +38,11 @@ Bases = dict[tuple[int, str], str]  # names of row statistics by (reduction, whi
 class Linear:
     """Writes the kernel of one linear plan under one choice of blocks."""
 
-    def __init__(self, spec: t.KernelSpec, choice: Choice):
+    def __init__(self, spec: t.KernelSpec, choice: Choice, given: Given | None = None):
+        """`given`: what of the rows is computed apart, where it is (codegen/apart.py); `spec` is that of the product then."""
         assert isinstance(spec.plan, t.LinearPlan)
         self.spec, self.plan, self.choice = spec, spec.plan, choice
+        self.given = given
         self.builder = Builder(spec)
         self.block = self.builder.body  # where what depends on rows alone is written
         self.gemv = choice.schedule == "gemv"
@@ -139,14 +146,18 @@ class Linear:
 
     def statistics(self, block: Block) -> Bases:
         """The passes over x that the prologue's row statistics need."""
-        self.block = block
-        bases: Bases = {}
-        if self.plan.reductions and self.deferred is None:
-            self.builder.constant("BLOCK_S", self.choice.block_s)
-            bases = row_statistics(self, self.plan.reductions, self.plan.inner, self.choice.block_s, "BLOCK_S")
+        bases = self.row_norms(block)
         if self.plan.activations:
-            self.step = row_step(self, bases)
+            self.step = row_step(self, bases, 127.0)
         return bases
+
+    def row_norms(self, block: Block) -> Bases:
+        """The passes over x for norms that stand before the product."""
+        self.block = block
+        if not self.plan.reductions or self.deferred is not None:
+            return {}
+        self.builder.constant("BLOCK_S", self.choice.block_s)
+        return row_statistics(self, self.plan.reductions, self.plan.inner, self.choice.block_s, "BLOCK_S")
 
     def outer(self, bases: Bases) -> Printer:
         """A printer for what depends on rows alone."""
@@ -229,6 +240,9 @@ class Linear:
             self.scale(done, sums, products.squares)
         for key, name in sums.items():
             rows = [f"{self.step}[:, None]" if not self.single else self.step] if self.step else []
+            if self.given is not None and self.given.unit is not None:
+                printers[0].block = done
+                rows.append(printers[0].load(t.Load(self.given.unit, (t.R,), torch.float32)).code)
             for factor in (*rows, *([scales[key]] if key in scales else [])):
                 done.line(f"{name} *= {factor}")
         axes = frozenset(range(len(printers[0].tile.shape)))

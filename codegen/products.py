@@ -21,7 +21,7 @@ from .columns import Columns
 from .deferred import unconditional
 from .integers import normalise
 from .printer import Printer, Tile, unrounded
-from .quantised import LONGEST, rounded_rows, scaled, step_scale, two_digits, within_step
+from .quantised import rounded_rows, scaled, step_scale, within_step
 from .statistics import Straight, divisible
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Products:
         self.span = self.inner if self.choice.split == 1 else linear.span
         self.straight = self.span.is_Integer and int(self.span) <= self.choice.block_k
         self.first: Tiles = {}  # the tiles loaded ahead
+        self.digits = linear.given is not None and linear.given.unit is not None
+        self.whole_sums: dict[tuple[int, int], list[str]] = {}  # sums of integers, a digit each, that become one in the end
         self.k0, self.current = "", ""  # in the loop: the first element of a step, its positions
         self.k = ""  # the block variable of the first step, where it is written already
         self.x_printer: Printer | None = None  # where one step covers everything: what prints x
@@ -120,6 +122,8 @@ class Products:
                 self.vector_step(printer, current, sums)
                 for key, (name, _) in current.items():
                     printer.block.line(f"{name} = {ahead[key][0]}")
+        for key, digits in self.whole_sums.items():
+            self.body.line(f"{sums[key]} = {self.joined(digits)}")
         for name in sums.values():
             if self.schedule == "gemv":
                 self.body.line(f"{name} = tl.sum({name}, {1 if self.linear.single else 2})")
@@ -139,6 +143,12 @@ class Products:
             for part in range(self.columns.parts):
                 suffix = f"_{part}" if self.columns.parts > 1 else ""
                 sums[(number, part)] = self.builder.names.new(f"sum_{self.spec.inputs[window.weight].name}{suffix}")
+                if self.digits and window.scale is not None and not window.scale.group:
+                    digits = [self.builder.names.new(f"{sums[(number, part)]}_{digit}") for digit in self.linear.given.names]
+                    self.whole_sums[(number, part)] = digits
+                    for digit in digits:
+                        self.body.line(f"{digit} = tl.zeros({shape}, tl.int32)")
+                    continue
                 self.body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
         if self.linear.deferred is not None:
             rows = "[1, BLOCK_K]" if self.linear.single else "[BLOCK_M, 1, BLOCK_K]" if self.schedule == "gemv" else "[BLOCK_M, BLOCK_K]"
@@ -302,56 +312,46 @@ class Products:
     def matrix_step(self, printer: Printer, k: str, sums: Sums) -> None:
         """One step on the matrix units."""
         skinny, block = self.schedule == "skinny", printer.block
-        digits = self.int8_rows()
-        # Scales that change within a step multiply the weights, which then need fp32.
-        exact = not digits and any(w.scale is not None and not within_step(w.scale, self.choice.block_k) for w in self.segment.windows)
-        x = self.rows(printer, wide=digits or exact)
-        left = [x]
-        unit = ""
-        if self.plan.activations and digits:
-            left = [f"{rounded_rows(printer, x, f'{self.linear.step}[:, None]')}.to(tl.int8)"]
-        elif digits:
-            unit, *left = two_digits(printer, x)
-            unit += "[None, :]" if skinny else "[:, None]"
-        elif self.plan.activations:
-            left = [rounded_rows(printer, f"{x}.to(tl.float32)", f"{self.linear.step}[:, None]")]
-            left = left if exact else [f"{left[0]}.to({triton_type(self.plan.x_dtype)})"]
         whole = frozenset((0, 1))
+        # Scales that change within a step multiply the weights, which then need fp32.
+        exact = not self.digits and any(w.scale is not None and not within_step(w.scale, self.choice.block_k) for w in self.segment.windows)
+        if self.digits:
+            loads = [t.Load(number, (t.R, t.K), torch.int8) for number in self.linear.given.inputs]
+            left = [printer.load(load, raw=True).code for load in loads]
+        else:
+            left = [self.rows(printer, wide=exact)]
         if skinny:
             left = [printer.statement(f"tl.trans({part})", whole, "x_t").code for part in left]
         tiles = self.load_tiles(block, self.body, k, hoist=block is not self.body)
-        precision = ', input_precision="ieee"' if exact or (self.plan.x_dtype == torch.float32 and not digits) else ""
+        precision = ', input_precision="ieee"' if exact or self.plan.x_dtype == torch.float32 else ""
         shape = "[BLOCK_N, BLOCK_K]" if skinny else "[BLOCK_K, BLOCK_N]"
         for (number, part), (w, axes) in tiles.items():
             window, name = self.segment.windows[number], sums[(number, part)]
             w = w if axes == whole else f"tl.broadcast_to({w}, {shape})"
-            scale = ""
-            if window.scale is not None and window.scale.group and not exact:
-                scale = f" * {step_scale(self, block, window, part, self.step_start())}"
-            if exact and window.scale is not None and window.scale.group:
+            grouped = window.scale is not None and window.scale.group
+            if exact and grouped:
                 w = f"({scaled(self, block, self.weight_printer(block, part), window, part, w, self.step_start())})"
-            elif not digits and (window.scale is not None or exact):
+            elif not self.digits and (window.scale is not None or exact):
                 w = f"{w}.to({'tl.float32' if exact else triton_type(self.plan.x_dtype)})"
 
-            def dot(rows: str, more: str = "", w: str = w) -> str:
+            def dot(rows: str, more: str, w: str = w) -> str:
                 return f"tl.dot({f'{w}, {rows}' if skinny else f'{rows}, {w}'}{more})"
 
-            if not digits and not scale:
-                block.line(f"{name} = {dot(left[0], f', {name}{precision}')}")
-            elif not digits:
-                block.line(f"{name} += {dot(left[0], precision)}{scale}")
-            elif len(left) == 1:
-                block.line(f"{name} += {dot(left[0], ', out_dtype=tl.int32')}.to(tl.float32){scale}")
+            if grouped and not exact:
+                scale = step_scale(self, block, window, part, self.step_start())
+                products = [dot(rows, ", out_dtype=tl.int32" if self.digits else precision) for rows in left]
+                product = products[0] if not self.digits else self.joined([f"({p})" for p in products])
+                block.line(f"{name} += {product} * {scale}")
+            elif self.digits:
+                for digit, rows in zip(self.whole_sums[(number, part)], left, strict=True):
+                    block.line(f"{digit} = {dot(rows, f', {digit}, out_dtype=tl.int32')}")
             else:
-                high = self.builder.names.new("product")
-                block.line(f"{high} = {dot(left[0], ', out_dtype=tl.int32')} * 256")
-                block.line(f"{name} += {dot(left[1], f', {high}, out_dtype=tl.int32')}.to(tl.float32) * {unit}{scale}")
+                block.line(f"{name} = {dot(left[0], f', {name}{precision}')}")
 
-    def int8_rows(self) -> bool:
-        """Whether rows meet the weights as int8: every weight is int8, and a step has one scale a column."""
-        scales = [window.scale for window in self.segment.windows]
-        fit = all(scale is not None and within_step(scale, self.choice.block_k) for scale in scales)
-        return fit and bool(self.plan.activations or (self.choice.digits and self.choice.block_k <= LONGEST))
+    def joined(self, products: list[str]) -> str:
+        """The sums of digits, highest first, as one in fp32."""
+        wide = [f"{product}.to(tl.float32)" for product in products]
+        return wide[0] if len(wide) == 1 else f"({wide[0]} * 256.0 + {wide[1]})"
 
     def step_start(self) -> str:
         """Source of the first element of the current step."""

@@ -4,8 +4,9 @@ A scale for a whole row multiplies the finished sum. A scale for some elements o
 lies within a group; else the weights themselves, in fp32.
 
 Rows meet int8 weights in one of three ways. The weights are converted to the rows' dtype, which holds them exactly. Or the rows are
-written in two int8 *digits*, x = unit * (256 * high + low) with a unit a row and step, about 16 bits: then the int8 matrix units multiply
-the weights as they are, and no weight is ever converted. Or, where the plan says so (W8A8), each row is rounded to int8 once.
+written in two int8 *digits*, x = unit * (256 * high + low) with a unit a row, about 16 bits: then the int8 matrix units multiply the
+weights as they are, and no weight is ever converted. Or, where the plan says so (W8A8), each row is rounded to int8. Rows become int8
+apart (codegen/apart.py).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .builder import Block, triton_type
 from .printer import Printer
 
 if TYPE_CHECKING:
+    from .kernel import Choice
     from .linear import Bases, Linear
     from .products import Products
 
-# The largest value whose two digits fit int8, 127 * 256 + 127; and the longest step whose integer products fit int32.
-TWO_DIGITS, LONGEST = 32639.0, 512
+TWO_DIGITS = 32639.0  # the largest value whose two digits fit int8: 127 * 256 + 127
 # 1.5 * 2**23: added and taken away again, it leaves the nearest integer, ties to even, of a value below 2**22.
 TO_NEAREST = "12582912.0"
 
@@ -74,25 +75,20 @@ def scaled(products: Products, block: Block, right: Printer, window: t.WeightWin
     return f"{wide} * {right.load(t.Load(window.scale.input, window.scale.coords, dtype)).code}"
 
 
-def two_digits(printer: Printer, x: str) -> tuple[str, str, str]:
-    """A block of fp32 rows in two int8 digits: (unit [rows], high, low). Off by at most half a unit an element, 2**-16 of the block's
-    largest; a row that is not finite has a unit that is none."""
-    names, block = printer.builder.names, printer.block
-    most, unit, whole, high, low = (names.new(name) for name in ("most", "unit", "whole", "high", "low"))
-    block.line(f"{most} = tl.max(tl.abs({x}), 1)")
-    block.line(f"{unit} = {most} / {TWO_DIGITS} + tl.sum({x} * 0.0, 1)")
-    block.line(f"{whole} = tl.floor({x} * tl.where({most} > 1e-30, {TWO_DIGITS} / {most}, 0.0)[:, None] + 0.5)")
-    block.line(f"{high} = tl.floor({whole} * 0.00390625 + 0.5)")
-    block.line(f"{low} = ({whole} - {high} * 256.0).to(tl.int8)")
-    return unit, f"{high}.to(tl.int8)", low
+def int8_rows(plan: t.LinearPlan, choice: Choice) -> bool:
+    """Whether rows meet the weights as int8 on the matrix units: every weight is int8, and a step has one scale a column."""
+    if choice.schedule not in ("skinny", "tiled") or not (choice.digits or plan.activations):
+        return False
+    scales = [window.scale for segment in plan.segments for window in segment.windows]
+    return all(scale is not None and within_step(scale, choice.block_k) for scale in scales)
 
 
-def row_step(linear: Linear, bases: Bases) -> str:
-    """Writes the pass over the rows that finds the step of each, absmax / 127, where rows are rounded to int8. Returns its name: a scalar
-    for a single row, else 1-d over the rows."""
+def row_step(linear: Linear, bases: Bases, largest: float) -> str:
+    """Writes the pass over the rows that finds the step of each, absmax / `largest`. Returns its name: a scalar for a single row, else 1-d
+    over the rows. A row that is not finite has a step that is none."""
     plan, names, block = linear.plan, linear.builder.names, linear.block
     linear.builder.constant("BLOCK_S", linear.choice.block_s)
-    block.comment("the step of each row: the largest value is 127 of them")
+    block.comment(f"the step of each row: its largest value is {largest:g} of them")
     most, poison, step = names.new("most"), names.new("poison"), names.new("step")
     shape, axis = ("[BLOCK_S]", 0) if linear.single else ("[BLOCK_M, BLOCK_S]", 1)
     for name in (most, poison):
@@ -109,7 +105,7 @@ def row_step(linear: Linear, bases: Bases) -> str:
         x = printer.statement(code, value.axes, "x").code
         printer.block.line(f"{most} = tl.maximum({most}, tl.abs({x}))")
         printer.block.line(f"{poison} += {x} * 0.0")
-    block.line(f"{step} = tl.max({most}, {axis}) / 127.0 + tl.sum({poison}, {axis})")
+    block.line(f"{step} = tl.max({most}, {axis}) / {largest} + tl.sum({poison}, {axis})")
     return step
 
 

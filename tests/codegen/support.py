@@ -197,7 +197,7 @@ def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False) -
 
     from .interpret import load_module
 
-    (launch,) = kernel.launches
+    launch = kernel.launches[-1]  # where the rows are computed apart, the product
     with tempfile.TemporaryDirectory() as folder:
         function = getattr(load_module(kernel.source, folder), launch.entry)
         signature, attributes, constants = {}, {}, dict(launch.constants)
@@ -223,6 +223,6 @@ def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False) -
             file.write(compiled.asm["cubin"])
         tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
         text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    usage = text[text.index(f"Function {launch.entry}") :]
+    usage = text[text.index(f"Function {launch.entry}:") :]
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return {**found, "SHARED": compiled.metadata.shared}

@@ -39,6 +39,17 @@ def test_few_rows(interpreter, name, split, dtype):
         check(constant(CASES[name](dtype, rows)), interpreter, choice=replace(choice, split=split))
 
 
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_prologues_apart(interpreter, name, dtype):
+    """The prologue by a kernel of its own, which also stores what of it leaves the region."""
+    for rows, choice in ((1, GEMV), (13, SKINNY), (13, Choice("tiled", None, 16, 32, 16, 32, 4, 2))):
+        case = constant(CASES[name](dtype, rows))
+        kernel, _ = text(case, replace(choice, apart=True))
+        assert len(kernel.launches) == (1 if name.startswith("projection") else 2)  # a plain load has nothing to compute
+        check(case, interpreter, kernel)
+
+
 def test_a_share_without_elements(interpreter):
     """More programs than steps: some have nothing to sum."""
     case = constant(plans.projection(F32, 2, inner=40, columns=33))

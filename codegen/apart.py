@@ -1,0 +1,129 @@
+"""The prologue of a linear region as a kernel of its own.
+
+Where many programs share the rows, each would compute the prologue again: a norm, a sum, a rounding, and with int8 weights the digits of the
+rows. Apart, one program a row computes it once into scratch memory, and the product reads plain rows. That costs the time between two
+kernels, which a tuner weighs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+from dsi.ir import tile as t
+
+from .builder import Builder, triton_type
+from .columns import ceil_div
+from .kernel import Choice
+from .layout import Text
+from .linear import Grid, Linear
+from .quantised import TWO_DIGITS, int8_rows, row_step
+from .roofline import power_of_two
+
+WIDEST = 8192  # elements of a row that are held at once
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the product reads of the rows: a tensor of x's dtype, or int8 digits (highest first) and the unit of each row."""
+
+    inputs: tuple[int, ...]  # numbers in the product's specification
+    unit: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the inputs are called in the product's kernel."""
+        return ("rows",) if self.unit is None else ("high", "low") if len(self.inputs) == 2 else ("whole",)
+
+
+def is_apart(spec: t.KernelSpec, choice: Choice) -> bool:
+    """Whether a choice computes the prologue apart: where it says so, and where rows meet the weights as int8."""
+    if not isinstance(spec.plan, t.LinearPlan):
+        return False
+    return int8_rows(spec.plan, choice) or (choice.apart and not isinstance(spec.plan.x, t.Load))
+
+
+def product_spec(spec: t.KernelSpec, choice: Choice) -> tuple[t.KernelSpec, Given]:
+    """The specification of the product alone, whose further inputs are what the rows' kernel leaves."""
+    plan = spec.plan
+    assert isinstance(plan, t.LinearPlan)
+    rows, inner, first = sympy.sympify(plan.rows), sympy.sympify(plan.inner), len(spec.inputs)
+    if int8_rows(plan, choice):
+        names = ("high", "low") if not plan.activations else ("whole",)
+        added = [t.Tensor(name, (rows, inner), (inner, sympy.Integer(1)), torch.int8) for name in names]
+        added.append(t.Tensor("unit", (rows,), (sympy.Integer(1),), torch.float32))
+        given = Given(tuple(range(first, first + len(names))), first + len(names))
+    else:
+        added = [t.Tensor("rows", (rows, inner), (inner, sympy.Integer(1)), plan.x_dtype)]
+        given = Given((first,))
+    x = t.Load(first, (t.R, t.K), added[0].dtype)
+    plan = replace(plan, x=x, reductions=(), row_stores=(), activations="")
+    return replace(spec, plan=plan, inputs=[*spec.inputs, *added]), given
+
+
+def place(builder: Builder, spec: t.KernelSpec, given: Given) -> list[str]:
+    """Enters the scratch memory of what is `given` in a kernel's signature, first of all; returns the pointers."""
+    numbers = (*given.inputs, *(() if given.unit is None else (given.unit,)))
+    pointers = []
+    for number in numbers:
+        tensor = spec.inputs[number]
+        size = sympy.Mul(*tensor.sizes)
+        pointers.append(builder.workspace(tensor.name, size, str(tensor.dtype).removeprefix("torch.")))
+        builder.place(number, pointers[-1])
+    return pointers
+
+
+def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given: Given) -> tuple[Builder, Grid, int]:
+    """Writes the kernel of the rows; returns its builder, its grid and its number of warps."""
+    plan = spec.plan
+    assert isinstance(plan, t.LinearPlan)
+    block = min(power_of_two(int(plan.inner)), WIDEST)
+    warps = 8 if block > 1024 else 4
+    linear = Linear(spec, Choice("rows", choice.max_rows, 1, 16, block_s=block, num_warps=warps))
+    builder, body = linear.builder, linear.builder.body
+    builder.names.new("r")
+    pointers = place(builder, product, given)
+    builder.constant("BLOCK_M", 1)
+    builder.constant("BLOCK_S", block)
+    builder.start(body)
+    builder.wait(body)
+    body.line("r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)")
+    statistics = linear.row_norms(body)
+    step = ""
+    if given.unit is not None:
+        step = row_step(linear, statistics, TWO_DIGITS if len(given.inputs) == 2 else 127.0)
+        body.line(f"tl.store({pointers[-1]} + r, {step})")
+    with linear.steps(statistics) as printer:
+        printer.expect([*(store.value for store in plan.row_stores), plan.x])
+        for store in plan.row_stores:
+            printer.store(store)
+        x = printer.value(plan.x, name=True)
+        rounded = f"{x.at(3)}.to({triton_type(plan.x_dtype)})" if plan.x_dtype != torch.float32 else x.code
+        at = f"r[:, None] * {plan.inner} + {printer.tile.bound[t.K].code}"
+        mask = f", mask={printer.tile.masks[1]}" if 1 in printer.tile.masks else ""
+
+        def store(pointer: str, code: str) -> None:
+            if x.axes != frozenset((0, 1)):
+                code = f"tl.broadcast_to({code}, [BLOCK_M, BLOCK_S])"
+            printer.block.line(f"tl.store({pointer} + {at}, {code}{mask})")
+
+        if not step:
+            store(pointers[0], rounded)
+        else:
+            wide = rounded if plan.x_dtype == torch.float32 else f"{rounded}.to(tl.float32)"
+            digits(printer, Text(wide, x.axes, 3), step, pointers[:-1], store)
+    return builder, (ceil_div(plan.rows, 1),), warps
+
+
+def digits(printer, x: Text, step: str, pointers: list[str], store) -> None:
+    """Stores rows in steps of `step` as int8: whole, or as two digits, 256 * high + low."""
+    whole = printer.builder.names.new("whole")
+    printer.block.line(f"{whole} = tl.floor({x.code} / tl.where({step} > 0.0, {step}, 1.0)[:, None] + 0.5)")
+    if len(pointers) == 1:
+        store(pointers[0], f"{whole}.to(tl.int8)")
+        return
+    high = printer.builder.names.new("high_digit")
+    printer.block.line(f"{high} = tl.floor({whole} * 0.00390625 + 0.5)")
+    store(pointers[0], f"{high}.to(tl.int8)")
+    store(pointers[1], f"({whole} - {high} * 256.0).to(tl.int8)")
