@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import path, timing
-from bench.compile_pool import Compiled, CompilePool, generated, runner
 from bench.comparators import DTYPES, reset
+from bench.compile_pool import Compiled, CompilePool, generated, runner
 from bench.linear_forms import FORMS, WEIGHTS, Problem, linears
 from bench.report import Report, Settings, figure
 from bench.shapes import SHAPES as MODELS

@@ -1,4 +1,4 @@
-"""Linears as models have them, each a function that becomes one region: what is fused before and behind the product; real inputs for them."""
+"""Linears as models have them, each a function that becomes one region, with what is fused before and behind the product; real inputs."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Problem:
         self.spec = dataclasses.replace(self.region.spec, constants=constants)
 
     def sizes(self, letter: str) -> tuple[int, ...]:
-        """Shape of an input: x and r rows, g and h of a norm, b (a, d) biases, w (u), q, k, v weights, W a weight [K, N], c and s of rope."""
+        """Shape of an input: x and r rows, g and h of a norm, b (a, d) biases, w (u), q, k, v weights, W one stored [K, N], c and s of rope."""
         n, k, m = self.n, self.k, self.m
         kv = (n - k) // 2
         known: dict[str, tuple[int, ...]] = {"x": (m, k), "r": (m, n), "g": (k,), "h": (k,), "W": (k, n)}

@@ -16,6 +16,7 @@ from dsi.ir import tile as t
 
 from .attention_choices import attention_candidates
 from .attention_cost import attention_seconds, attention_work
+from .defaults import lookup
 from .devices import H200, Device
 from .kernel import Choice
 from .linear_choices import GEMV_ROWS, linear_candidates
@@ -64,7 +65,7 @@ def _shape(plan: t.Plan, choice: Choice, rows: int) -> tuple[int, float, float]:
 
 def choices(spec: t.KernelSpec, device: Device = H200) -> tuple[Choice, ...]:
     """The variants of a region's kernel in ascending `max_rows`, the last for any number; one where the number of rows is known."""
-    return tuple(candidates(spec, bucket, device)[0] for bucket in buckets(spec.plan))
+    return tuple(lookup(spec, bucket, device.name) or candidates(spec, bucket, device)[0] for bucket in buckets(spec.plan))
 
 
 def buckets(plan: t.Plan) -> tuple[int | None, ...]:

@@ -19,6 +19,7 @@ from .roofline import power_of_two
 MOST = 36  # candidates that are handed out
 MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
+APART_ROWS = 16  # from which a prologue is tried as a kernel of its own
 SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
 # fp32 sums that a thread holds, by what else its registers are for: an epilogue with several parts or norms.
 SUMS, SUMS_CROWDED, SUMS_LARGE = 64, 32, 128  # the last: of one large tile, on units that keep sums apart from operands
@@ -51,12 +52,25 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
     alike: Counter[tuple[object, ...]] = Counter()
     for _, _, number in timed:
         choice = found[number]
-        tile = (choice.schedule, choice.block_m, choice.block_n, choice.block_k)
+        tile = (choice.schedule, choice.block_m, choice.block_n, choice.block_k, choice.digits, choice.apart)
         alike[tile] += 1
         alike[tile[:1]] += 1
         if alike[tile] <= ALIKE and alike[tile[:1]] <= MOST_OF_ONE and len(kept) < MOST:
             kept.append(choice)
     return tuple(kept)
+
+
+def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Device) -> bool:
+    """Whether a choice that was made for another linear can be this one's, for at most `rows` rows (None: any number)."""
+    few = {"gemv": GEMV_ROWS, "skinny": SKINNY_ROWS}.get(choice.schedule)
+    if few is not None and (rows is None or rows > min(few, choice.block_m)):
+        return False
+    if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not _fits(work, choice, device):
+        return False
+    if choice.block_k * choice.split >= 2 * max(power_of_two(work.inner), 16):
+        return False
+    each = choice.block_m * choice.block_n * work.accumulators / (32 * choice.num_warps)
+    return each * (choice.block_k if choice.schedule == "gemv" else 1) <= (SUMS_CROWDED if work.crowded else SUMS_LARGE)
 
 
 def statistics_block(work: LinearWork, block_m: int, warps: int) -> int:
@@ -84,6 +98,16 @@ def _gemv(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
             yield choice
 
 
+def _ways(work: LinearWork, rows: int | None) -> list[tuple[int, bool]]:
+    """(digits, whether the prologue is a kernel of its own) that are worth trying."""
+    found = [(0, False)]
+    if not work.bare and (rows is None or rows >= APART_ROWS):
+        found.append((0, True))
+    if work.group is not None and not work.rounded:
+        found.append((2, False))
+    return found
+
+
 def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
     height = max(power_of_two(rows), SHORTEST)
     for block_n, block_k, warps, stages, split in itertools.product(
@@ -97,21 +121,12 @@ def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
             continue
         if work.accumulators * block_n * height > 32 * warps * (SUMS_CROWDED if work.crowded else SUMS):
             continue
-        choice = Choice(
-            "skinny",
-            rows,
-            height,
-            block_n,
-            block_k,
-            statistics_block(work, height, warps),
-            warps,
-            stages,
-            split,
-            _prefetch(work, share, split),
-        )
-        if not _fits(work, choice, device) or (split > 1 and programs_of(work, choice) > 6 * device.processors):
-            continue
-        yield choice
+        block_s, ahead = statistics_block(work, height, warps), _prefetch(work, share, split)
+        for digits, apart in _ways(work, rows):
+            choice = Choice("skinny", rows, height, block_n, block_k, block_s, warps, stages, split, ahead, digits, apart)
+            many = split > 1 and programs_of(work, choice) > 6 * device.processors
+            if _fits(work, choice, device) and not many and (not digits or work.as_int8(choice)):
+                yield choice
 
 
 def _prefetch(work: LinearWork, share: int, split: int) -> int:
@@ -141,11 +156,14 @@ def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choic
         sums = work.accumulators * block_m * block_n
         if block_n < work.held or sums > budget or (not work.wide and sums < 32 * warps * 4):
             continue
-        if not (work.bare or work.wide) and block_m * block_k > 32 * warps * COMPUTED:
-            continue
-        choice = Choice("tiled", rows, block_m, block_n, min(block_k, inner), statistics_block(work, block_m, warps), warps, stages)
-        if _fits(work, choice, device):
-            yield choice
+        block_k, block_s = min(block_k, inner), statistics_block(work, block_m, warps)
+        for digits, apart in _ways(work, rows):
+            choice = Choice("tiled", rows, block_m, block_n, block_k, block_s, warps, stages, digits=digits, apart=apart)
+            computed = not (work.bare or work.wide or apart or work.as_int8(choice))
+            if computed and block_m * block_k > 32 * warps * COMPUTED:
+                continue
+            if _fits(work, choice, device) and (not digits or work.as_int8(choice)):
+                yield choice
 
 
 def _least(work: LinearWork, rows: int | None) -> Choice:

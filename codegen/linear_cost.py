@@ -9,7 +9,7 @@ the kernel before, the first tile, the passes for row statistics, and where prog
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 from dsi.ir import tile as t
@@ -27,7 +27,9 @@ START, END, MATRIX = 0.4e-6, 0.4e-6, 0.5e-6
 PASS = 0.7e-6  # a pass over rows for a statistic: read once more, and a reduction across the program
 MEETING = 1.2e-6  # programs that share a sum: writing it, counting arrivals, reading the others'
 STEP = {"gemv": 0.04e-6, "skinny": 0.12e-6, "tiled": 0.12e-6}  # the least that one step of a loop takes
-CONVERSIONS = 1.5  # operations beside the multiply-adds for each element of a weight on the vector units
+# Operations of the vector units for each element of a weight, by its size: beside the multiply-adds of gemv, and for what is converted on
+# its way to the matrix units.
+CONVERSIONS, CONVERTED = {1: 10.0, 2: 1.5, 4: 0.0}, {1: 14.0}
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
 # The share of the matrix units' rate that a tile reaches, where the operand that moves less is at least 64 tall (as the newer units want
 # it) and where it is not.
@@ -65,6 +67,8 @@ class LinearWork:
     reductions: tuple[str, ...]  # kinds of the row statistics
     deferred: frozenset[str]  # schedules that need no pass for them, since the norm's factor comes after the product
     bare: bool  # the rows are multiplied as they are loaded
+    group: int | None  # elements along K with one scale, where all weights are int8 (0: a row's); None where one is not
+    rounded: bool  # rows are rounded to int8 too
     crowded: bool  # an epilogue needs registers for more than its sums
     joined: bool  # an epilogue reads another tensor by row and column
     wide: bool  # products in fp32, outside the matrix units
@@ -88,6 +92,16 @@ class LinearWork:
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return self.inner * sum(cut.positions * cut.weight_bytes for cut in self.cuts)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the weights."""
+        return max(self.weight_bytes // (self.inner * self.columns), 1)
+
+    def as_int8(self, choice: Choice) -> bool:
+        """Whether rows meet the weights as int8 on the matrix units."""
+        whole = self.group is not None and (not self.group or self.group % choice.block_k == 0)
+        return choice.schedule in ("skinny", "tiled") and (choice.digits > 0 or self.rounded) and whole
 
     def passes(self, choice: Choice) -> int:
         """Times that a program reads its rows before the products."""
@@ -116,6 +130,8 @@ def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int])
         tuple(reduction.kind for reduction in plan.reductions),
         frozenset(schedule for schedule in STEP if deferred_norm(plan, schedule) is not None),
         isinstance(plan.x, t.Load),
+        _group(plan),
+        bool(plan.activations),
         _crowded(plan) or (_joined(plan) and any(cut.positions % ALIGNED for cut in cuts)),
         _joined(plan),
         plan.x_dtype.itemsize >= 4,
@@ -130,6 +146,11 @@ def held_lanes(plan: t.LinearPlan) -> int:
 def accumulators(plan: t.LinearPlan) -> int:
     """`LinearWork.accumulators` of a plan."""
     return max(len(segment.windows) * columns.parts for segment in plan.segments for columns in columns_of(segment))
+
+
+def _group(plan: t.LinearPlan) -> int | None:
+    groups = {None if window.scale is None else window.scale.group for segment in plan.segments for window in segment.windows}
+    return None if None in groups else min(groups - {0}, default=0)  # type: ignore[type-var]
 
 
 def _crowded(plan: t.LinearPlan) -> bool:
@@ -185,35 +206,36 @@ def programs_of(work: LinearWork, choice: Choice) -> int:
 
 
 def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:
-    """Seconds of one launch behind another kernel, the gap between them included."""
+    """Seconds of one launch behind another kernel, the gap between them included; of two, where the prologue is a kernel of its own."""
+    seconds, int8 = 0.0, work.as_int8(choice)
+    if int8 or (choice.apart and not work.bare):
+        read = work.rows * work.inner * work.x_bytes
+        seconds = device.dependent + START + END + PASS * (1 + len(work.reductions)) + 2 * read / (SUSTAINED * device.bandwidth)
+        work = replace(work, reductions=(), bare=True, x_bytes=(1 if work.rounded else 2) if int8 else work.x_bytes)
+    return seconds + _product_seconds(work, choice, int8, device)
+
+
+def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Device) -> float:
     processors, few = device.processors, choice.schedule in ("gemv", "skinny")
     programs, together = programs_of(work, choice), resident(work, choice, device)
-    steps = math.ceil(math.ceil(work.inner / choice.split) / choice.block_k)
+    share = work.inner / choice.split
+    steps = math.ceil(share / choice.block_k)
     blocks = math.ceil(work.rows / choice.block_m) * choice.split
-    tiles = [
-        (blocks * math.ceil(cut.positions / cut.columns.width(choice.block_n)), choice.block_n * choice.block_k, cut) for cut in work.cuts
-    ]
-    tile_bytes = max(size * cut.weight_bytes for _, size, cut in tiles)
-    rows = min(choice.block_m, work.rows)
-    rows_read = rows * work.inner / choice.split * work.x_bytes  # by each program, in one pass
-    read = work.inner / choice.split * choice.block_n * max(cut.weight_bytes for cut in work.cuts) + rows_read
-    again = sum(count * work.inner / choice.split * choice.block_n * cut.weight_bytes for count, _, cut in tiles) + programs * rows_read
+    tiles = [(blocks * math.ceil(cut.positions / cut.columns.width(choice.block_n)), cut) for cut in work.cuts]
+    rows_read = min(choice.block_m, work.rows) * share * work.x_bytes  # by each program, in one pass
+    read = share * choice.block_n * max(cut.weight_bytes for _, cut in tiles) + rows_read
+    again = sum(count * share * choice.block_n * cut.weight_bytes for count, cut in tiles) + programs * rows_read
     fill = programs / (math.ceil(programs / processors) * processors)
 
     waves = math.ceil(programs / (processors * together))
     latency = device.latency * (1.0 if few else RESIDENT)
     step = max(latency / max(choice.num_stages - 1, 1), STEP[choice.schedule])
-    arithmetic = sum(count * steps * size * cut.accumulators for count, size, cut in tiles)  # elements of weights, padding too
-    if choice.schedule == "gemv":
-        compute = arithmetic * (choice.block_m + CONVERSIONS) / (device.vector / 2 * fill)
-    else:
-        compute = 2 * arithmetic * max(choice.block_m, 8) / (_matrix_rate(work, choice, device) * fill)
     limits = (
         work.moved / (SUSTAINED * device.bandwidth),
         waves * (latency + steps * step),
         again / device.cache,
         math.ceil(programs / processors) * read / (OVERDRAW * device.bandwidth / processors),
-        compute,
+        _arithmetic(work, choice, int8, device, sum(count * steps * cut.accumulators for count, cut in tiles)) / fill,
     )
     busy = sum(limit**SHARPNESS for limit in limits) ** (1 / SHARPNESS)
 
@@ -224,15 +246,28 @@ def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:
         once += MEETING + 2 * 4 * choice.split * work.rows * work.columns / device.cache
     if few:
         # What is asked for before the wait arrives during the gap.
-        asked = choice.prefetch * work.columns * choice.split + (programs * tile_bytes if choice.schedule == "gemv" else 0)
+        asked = choice.prefetch * work.columns * choice.split
+        if choice.schedule == "gemv":
+            asked += programs * choice.block_n * choice.block_k * max(cut.weight_bytes for _, cut in tiles)
         once -= min(asked / device.bandwidth, device.dependent / 2)
     return busy + once
 
 
-def _matrix_rate(work: LinearWork, choice: Choice, device: Device) -> float:
-    if work.wide:
+def _arithmetic(work: LinearWork, choice: Choice, int8: bool, device: Device, tiles: int) -> float:
+    """Seconds that the device's units need for `tiles` tiles of a weight, if all of them are busy."""
+    elements, lanes = tiles * choice.block_n * choice.block_k, device.vector / 2
+    if choice.schedule == "gemv":
+        return elements * (choice.block_m + CONVERSIONS[work.element_bytes]) / lanes
+    products = 2 * elements * max(choice.block_m, 8) / _matrix_rate(work, choice, int8, device)
+    if int8:
+        return products * (1 if work.rounded else 2)
+    return max(products, elements * CONVERTED.get(work.element_bytes, 0.0) / lanes)
+
+
+def _matrix_rate(work: LinearWork, choice: Choice, int8: bool, device: Device) -> float:
+    if work.wide and not int8:
         return device.vector * 0.5
-    rate = device.matrix[2]
+    rate = device.matrix[2] * (2 if int8 else 1)
     if choice.schedule == "skinny":
         return rate * (TALL if choice.block_n >= 64 and choice.num_warps % 4 == 0 and device.capability >= 90 else SHORT)
     # Small tiles read their operands more often than they multiply: half of the rate at 64 x 64, most of it at 128 x 128.

@@ -81,6 +81,9 @@ def traffic(spec: t.KernelSpec) -> sympy.Expr:
             for window in segment.windows:
                 size = sympy.sympify(segment.size) * plan.inner * spec.inputs[window.weight].dtype.itemsize
                 inputs[window.weight] = inputs.get(window.weight, sympy.Integer(0)) + size
+                if window.scale is not None:
+                    scales = spec.inputs[window.scale.input]
+                    inputs[window.scale.input] = sympy.prod([sympy.sympify(n) for n in scales.sizes]) * scales.dtype.itemsize
         for segment in plan.segments:
             total += sum((plan.rows * segment.size * s.dtype.itemsize for s in segment.stores), sympy.Integer(0))
         total += sum((plan.rows * plan.inner * s.dtype.itemsize for s in plan.row_stores), sympy.Integer(0))

@@ -42,7 +42,7 @@ def source_digest() -> str:
     for package in (dsi.ir, dsi.codegen, dsi.runtime):
         for folder in sorted(package.__path__):
             for path in sorted(Path(folder).rglob("*")):
-                if path.suffix in (".py", ".jinja", ".j2"):
+                if path.suffix in (".py", ".jinja", ".j2", ".json"):
                     digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

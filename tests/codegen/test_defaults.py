@@ -1,0 +1,127 @@
+"""The table of measured choices: what is in it is taken, near shapes take it too, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from dsi.codegen import Choice, cost, defaults
+from dsi.codegen.devices import A100, H200
+from dsi.codegen.linear_choices import admissible
+from dsi.codegen.linear_cost import linear_work
+
+from . import plans
+from .test_cost import LLAMA, on_meta
+
+BF16 = torch.bfloat16
+GEMV = Choice("gemv", None, 1, 8, 512, 4096, 8, 1)
+SKINNY = Choice("skinny", None, 16, 64, 128, 256, 4, 4, 2, 256)
+
+
+def projection(rows, inner=4096, columns=4096, dtype=BF16, **more):
+    return on_meta(lambda: plans.projection(dtype, rows, inner, columns, strided=False, **more))
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Writes measurements [(specification, choice, rows)] as the table that ships."""
+
+    def put(*measured, device="NVIDIA H200"):
+        file = tmp_path / "defaults.json"
+        for spec, choice, *rows in measured:
+            defaults.write(file, device, [defaults.entry(spec, choice, 9.5, *rows)])
+        found = defaults.read(file)
+        monkeypatch.setattr(defaults, "table", lambda: found)
+        return file
+
+    return put
+
+
+def test_the_table_that_ships_can_be_read_and_its_choices_made():
+    for entries in defaults.table().values():
+        assert len({entry.key for entry in entries}) == len(entries)
+        for entry in entries:
+            choice = Choice(**{"max_rows": None, **entry.choice})
+            assert choice.schedule in ("gemv", "skinny", "tiled", "library")
+            assert choice.schedule == "library" or choice.block_n >= entry.held
+            assert choice.schedule in ("tiled", "library") or choice.block_m >= entry.rows
+
+
+def test_what_was_measured_is_taken(table):
+    table((projection(1), GEMV))
+    assert defaults.lookup(projection(1), None, "NVIDIA H200 sm_90") == GEMV
+    assert cost.choices(projection(1), H200) == (GEMV,)
+    assert cost.choices(projection(1), A100) != (GEMV,)  # another device
+
+
+def test_near_shapes_take_it_too(table):
+    table((projection(1), GEMV), (projection(1, columns=16384), dataclasses.replace(GEMV, block_n=16)))
+    assert defaults.lookup(projection(1, columns=5120), None, "H200").block_n == 8
+    assert defaults.lookup(projection(1, columns=11008), None, "H200").block_n == 16
+    assert defaults.lookup(projection(1, inner=768, columns=768), None, "H200") is None
+
+
+def test_other_kinds_of_linears_do_not(table):
+    table((projection(1), GEMV))
+    assert defaults.lookup(projection(1, dtype=torch.float32), None, "H200") is None
+    assert defaults.lookup(projection(1, kn=True), None, "H200") is None
+    assert defaults.lookup(on_meta(lambda: plans.gate_up(BF16, 1, 4096, 2048)), None, "H200") is None  # two sums side by side
+    assert defaults.lookup(on_meta(lambda: plans.post_norm(BF16, symbolic=True)), None, "H200") is None
+
+
+def test_another_norm_counts_less_than_another_kind(table):
+    table((projection(1), GEMV))
+    assert defaults.lookup(on_meta(lambda: plans.gpt2_qkv(BF16, 1, 1, 64, 64)), None, "H200") is None  # stored [K, N]
+    spec = projection(1)
+    normed = dataclasses.replace(
+        spec, plan=dataclasses.replace(spec.plan, reductions=on_meta(lambda: plans.gate_up(BF16, 1)).plan.reductions)
+    )
+    assert defaults.lookup(normed, None, "H200") == GEMV
+
+
+def test_rows_take_a_block_that_holds_them(table):
+    table((projection(16), SKINNY))
+    for rows, found in ((4, True), (8, True), (16, True), (17, False), (1, False), (512, False)):
+        assert (defaults.lookup(projection(rows), None, "H200") is not None) == found, rows
+    symbolic = projection(1, symbolic=True)
+    assert defaults.lookup(symbolic, 16, "H200") == dataclasses.replace(SKINNY, max_rows=16)
+    assert defaults.lookup(symbolic, None, "H200") is None
+    assert [choice.max_rows for choice in cost.choices(symbolic)] == [1, 4, 16, 64, None]
+
+
+def test_many_rows_take_it_whatever_their_number(table):
+    tiled = Choice("tiled", None, 128, 128, 64, 64, 8, 4)
+    table((projection(512), tiled))
+    assert defaults.lookup(projection(700), None, "H200") == tiled
+    assert defaults.lookup(projection(1, symbolic=True), None, "H200") == tiled
+
+
+def test_a_choice_that_cannot_be_this_linears_is_passed_over():
+    spec = on_meta(lambda: plans.llama_qkv(BF16, 1, 1, qk_norm=True, **LLAMA))
+    work = linear_work(spec, 1, {})
+    assert work.held == 64 or work.held == 128
+    assert not admissible(work, dataclasses.replace(GEMV, block_n=work.held // 2), 1, H200)
+    assert not admissible(
+        linear_work(projection(1), 1, {}), dataclasses.replace(SKINNY, block_n=256, block_k=512), 1, H200
+    )  # shared memory
+    assert not admissible(linear_work(projection(1, dtype=torch.float32), 1, {}), SKINNY, 1, H200)
+
+
+def test_a_newer_measurement_replaces_an_older_one(table):
+    file = table((projection(1), GEMV))
+    faster = dataclasses.replace(GEMV, num_warps=4)
+    table((projection(1), faster))
+    (entry,) = defaults.read(file)["H200"]
+    assert Choice(**{"max_rows": None, **entry.choice}).num_warps == Choice("gemv", None, 1, 1).num_warps
+    assert len(file.read_text().splitlines()) == 5  # an entry a line
+
+
+def test_another_format_is_refused(tmp_path):
+    file = tmp_path / "defaults.json"
+    file.write_text('{"format": 0, "devices": {}}')
+    with pytest.raises(ValueError, match="format 0"):
+        defaults.read(file)
+    file.write_text('{"format": 1, "devices": {"H200": [{"rows": 1, "columns": 1, "inner": 1, "choice": {}, "us": 1, "blocks": 3}]}}')
+    with pytest.raises(ValueError, match="blocks"):
+        defaults.read(file)
