@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -63,12 +63,16 @@ class Memory:
 
 
 class Others:
-    """The inputs that are copied, if nothing speaks against it: the tensors `numbers` of `example_inputs`, which are fakes and SymInts."""
+    """The inputs that are copied, if nothing speaks against it: the tensors `numbers` of `example_inputs`, which are fakes and SymInts.
 
-    def __init__(self, example_inputs: Sequence[Any], numbers: Sequence[int]):
+    Of the numbers among the inputs, those in `needed` tell calls apart (None: all of them).
+    """
+
+    def __init__(self, example_inputs: Sequence[Any], numbers: Sequence[int], needed: Container[int] | None = None):
         self.numbers = list(numbers)
-        self._symbolic = [number for number, value in enumerate(example_inputs) if _is_symbolic(value)]
-        fixed = [number for number in numbers if number not in self._symbolic]
+        symbolic = [number for number, value in enumerate(example_inputs) if _is_symbolic(value)]
+        self._symbolic = [n for n in symbolic if needed is None or n in needed or isinstance(example_inputs[n], torch.Tensor)]
+        fixed = [number for number in numbers if number not in symbolic]
         self._extents = {number: extent(example_inputs[number]) for number in fixed}
         self._overlapping = {number: overlaps_itself(example_inputs[number]) for number in fixed}
 

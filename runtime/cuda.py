@@ -55,7 +55,7 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
         if reason:
             context.report.notes.append(f"mode {mode!r}: every kernel is launched by itself: {reason}")
         else:
-            run = GraphedProgram(program, example_inputs, static_inputs(gm), written_inputs(gm), context)
+            run = GraphedProgram(program, example_inputs, static_inputs(gm), written_inputs(gm), context, needed=program.needed)
 
     def call(inputs: list[Any]) -> Sequence[Any]:
         with torch.cuda.device(index):

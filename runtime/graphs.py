@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +80,8 @@ class GraphedProgram:
     """A boxed callable that runs `program` through recorded graphs.
 
     `example_inputs` are the program's fakes and SymInts; `static` the numbers of the inputs that torch marks static, `written` of those
-    that the program writes to. Where a graph cannot be recorded the program runs as it is, and the report says why.
+    that the program writes to, `needed` of those on which anything depends (None: all). Where a graph cannot be recorded the program runs
+    as it is, and the report says why.
     """
 
     _boxed_call = True
@@ -93,13 +94,14 @@ class GraphedProgram:
         written: Sequence[int],
         context: Context,
         recorder: Recorder | None = None,
+        needed: Container[int] | None = None,
     ):
         self.program = program
         self.recorder = recorder or CudaRecorder()
         tensors = {number for number, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)}
         self._written = sorted(tensors & set(written))
         self._pinned = Addresses(sorted(tensors & (set(static) | set(written))))
-        self._others = Others(example_inputs, sorted(tensors - set(self._pinned.numbers)))
+        self._others = Others(example_inputs, sorted(tensors - set(self._pinned.numbers)), needed)
         self._context = context
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()

@@ -62,6 +62,13 @@ class Program:
         self._plan = [(step.run, step.frees) for step in self.steps]
         return self
 
+    @property
+    def needed(self) -> set[int]:
+        """The inputs on which anything depends. Dynamo also hands in numbers that nothing asks for, such as where in its storage a slice
+        of token ids begins."""
+        read = {slot for step in self.steps for slot in step.reads} | {result for result in self.results if isinstance(result, int)}
+        return {slot for slot in read if slot < self.inputs} | {self.sizes.sources[name] for name in self.sizes.used}
+
     def __call__(self, inputs: list[Any]) -> list[Any]:
         slots = self._template.copy()
         slots[: self.inputs] = inputs
@@ -190,7 +197,12 @@ class _Builder:
             for placeholder, argument in zip(region.inputs, arguments, strict=True):
                 inner[placeholder] = argument if isinstance(argument, int) else self.constant(argument[0])
             return [inner[output] for output in self.lower(region.body, inner, region)]
-        reads = [argument if isinstance(argument, int) else self.constant(argument[0]) for argument in arguments]
+        # A number that the body never looks at is not waited for: a kernel has it from `sizes`, if at all.
+        idle = [not isinstance(node.meta["val"], torch.Tensor) and not node.users for node in region.inputs]
+        reads = [
+            self.constant(None if unused else argument[0]) if unused or not isinstance(argument, int) else argument
+            for unused, argument in zip(idle, arguments, strict=True)
+        ]
         writes = [self.slot() for _ in region.outputs]
         foreign = {number for number, arg in enumerate(node.args) if isinstance(arg, fx.Node) and not self.ours(arg)}
         run = region_step(region, kernel, ReferenceKernel(region), reads, writes, self.program.sizes, foreign)

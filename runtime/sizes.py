@@ -26,28 +26,31 @@ class Sizes:
 
     def __init__(self, inputs: Sequence[Any]):
         self.names: list[str] = []
+        self.sources: dict[str, int] = {}  # symbol -> the input that it is read from
+        self.used: set[str] = set()  # symbols of what has been compiled so far
         self._readers: list[str] = []
         for number, value in enumerate(inputs):
             if isinstance(value, torch.SymInt):
-                self._bind(expression(value), f"i[{number}]")
+                self._bind(number, expression(value), "")
             elif isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
-                    self._bind(expression(size), f"i[{number}].size({dim})")
+                    self._bind(number, expression(size), f".size({dim})")
                 for dim, stride in enumerate(value.stride()):
-                    self._bind(expression(stride), f"i[{number}].stride({dim})")
+                    self._bind(number, expression(stride), f".stride({dim})")
         body = ", ".join(self._readers)
         self.bind: Callable[[Sequence[Any]], Environment] = eval(f"lambda i: ({body}{',' if self._readers else ''})")
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
-    def _bind(self, expr: sympy.Expr, reader: str) -> None:
-        """`reader` gives the value of `expr`: binds its symbol where it is one, or a multiple of one not bound yet."""
+    def _bind(self, number: int, expr: sympy.Expr, attribute: str) -> None:
+        """An attribute of input `number` has the value of `expr`: binds its symbol where it is one, or a multiple of one not bound yet."""
         for symbol in expr.free_symbols:
             if symbol.name in self.names or len(expr.free_symbols) > 1:
                 continue
             factor = sympy.simplify(expr / symbol)
             if factor.is_Integer and factor > 0:
                 self.names.append(symbol.name)
-                self._readers.append(reader if factor == 1 else f"{reader} // {factor}")
+                self.sources[symbol.name] = number
+                self._readers.append(f"i[{number}]{attribute}" + ("" if factor == 1 else f" // {factor}"))
 
     def compile(self, *exprs: Any) -> tuple[int, ...] | Callable[..., tuple[int, ...]]:
         """A tuple of expressions as a tuple of ints where no symbol is in them, else as a function of the environment's values.
@@ -57,6 +60,7 @@ class Sizes:
         wanted = tuple(expression(expr) for expr in exprs)
         if all(expr.is_Integer for expr in wanted):
             return tuple(int(expr) for expr in wanted)
+        self.used.update(symbol.name for expr in wanted for symbol in expr.free_symbols)
         if wanted not in self._compiled:
             for symbol in {s for expr in wanted for s in expr.free_symbols}:
                 if symbol.name not in self.names:

@@ -15,7 +15,7 @@ def equal_at(tensors, places, numbers):
     return all(tensors[number].data_ptr() == places[number] for number in numbers)
 
 
-@pytest.mark.parametrize("function", [None, equal_at])
+@pytest.mark.parametrize("function", [None, equal_at, addresses._equal_at])
 @pytest.mark.parametrize("numbers", [[], [1], [0, 1, 3]])
 def test_a_tensor_that_lies_elsewhere_is_noticed(monkeypatch, numbers, function):
     monkeypatch.setattr(addresses, "_equal_at", function)

@@ -10,7 +10,7 @@ from dsi.ir.options import Options
 from dsi.runtime import graphs
 from dsi.runtime.graphs import GraphedProgram
 from dsi.runtime.program import build, reference_kernels
-from lowered_graphs import decode_layer, eager_layer, layer_inputs
+from lowered_graphs import D, Outer, decode_layer, eager_layer, layer_inputs
 
 
 class Stand:
@@ -174,6 +174,29 @@ def test_the_number_of_graphs_is_bounded(monkeypatch):
     assert len(run._graphs) == 2
     check(call, sets[0])
     assert recorder.recorded == 3
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_number_that_nothing_depends_on_does_not_tell_calls_apart(asked):
+    """Dynamo hands in where in its storage a slice of ids begins, which differs in every step."""
+    from torch._dynamo.source import ConstantSource
+
+    outer = Outer()
+    shapes = outer.mode.shape_env
+    n = outer.size_input("n", shapes.create_symintnode(shapes.create_symbol(5, ConstantSource("n")), hint=5))
+    x, w = outer.input("x", torch.randn(2, 8)), outer.input("w", torch.randn(8, 8))
+    (y,) = outer.region("linear", lambda n, x, w: (D.linear(x, w) * (n if asked else 1),), n, x, w)
+    program = build(outer.finish(y), outer.fakes, reference_kernels)
+    assert program.needed == ({0, 1, 2} if asked else {1, 2})
+    recorder = Stand(lambda: [])
+    run = GraphedProgram(program, outer.fakes, [2], [], Context(Options()), recorder, program.needed)
+    weight = torch.randn(8, 8)
+    for turn in range(2):
+        for number in (5, 6, 7):
+            x = torch.randn(2, 8)
+            expected = x @ weight.t() * (number if asked else 1)
+            torch.testing.assert_close(run([number, x, weight])[0], expected, rtol=1e-5, atol=1e-5)
+        assert recorder.recorded == (3 * turn if asked else 1)
 
 
 @pytest.mark.gpu
