@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .attention_cost import (
     AttentionWork,
@@ -29,7 +30,7 @@ from .kernel import Choice
 from .roofline import power_of_two
 
 MOST = 36  # candidates that are handed out
-MOST_OF_ONE, ALIKE = 24, 4  # of them of one schedule; with the same tile
+MOST_OF_ONE, ALIKE = 12, 3  # of them with the same programs: schedule, rows and split; with the same tile besides
 # The most rows of a key head for which its keys are spread over programs, of one block of them, and the queries from which on they need
 # not be.
 DECODE_ROWS, DECODE_BLOCK, MANY = 128, 64, 16
@@ -42,7 +43,8 @@ SHORT = 256  # keys whose hidden ones are not worth a scan beside many queries
 LOOKED_AT = 32  # elements of a mask that a thread looks at in one step of a scan
 # fp32 products come out of registers: few of many tiles fit. (block_m, keys a step, warps).
 TILES_WIDE = ((16, 32, 4), (16, 32, 8), (32, 32, 8), (32, 32, 4), (16, 16, 4), (16, 16, 8))
-WASTE = 1.2  # times its channels that a head may be padded to in one part
+# Times its channels that a head may be padded to in one part; and beside few rows, if its last part were narrower than the next.
+WASTE, WASTE_OF_FEW, NARROW = 1.2, 1.7, 24
 
 
 @functools.lru_cache(maxsize=512)
@@ -59,19 +61,24 @@ def attention_candidates(work: AttentionWork, queries: int | None, device: Devic
     alike: Counter[tuple[object, ...]] = Counter()
     for _, _, number in timed:
         choice = found[number]
-        tile = (choice.schedule, choice.block_m, choice.block_n, choice.split)
+        tile = (choice.schedule, choice.block_m, choice.split, choice.block_n)
         alike[tile] += 1
-        alike[tile[:1]] += 1
-        if alike[tile] <= ALIKE and alike[tile[:1]] <= MOST_OF_ONE and len(kept) < MOST:
+        alike[tile[:3]] += 1
+        if alike[tile] <= ALIKE and alike[tile[:3]] <= MOST_OF_ONE and len(kept) < MOST:
             kept.append(choice)
     return tuple(kept)
 
 
-def _parts(work: AttentionWork, block_m: int) -> int:
-    """Channels that are multiplied at once: 1 (all) where a power of two wastes little, else the next lower one."""
+def _parts(work: AttentionWork, block_m: int, few: bool) -> int:
+    """Channels that are multiplied at once: 1 (all) where a power of two wastes little, else the next lower one. Beside few rows, which
+    several warps share, a narrow last part costs more than padding."""
     least = LEAST_OF_A_PRODUCT if block_m >= LEAST_OF_A_PRODUCT else 1
     widest = max(work.head_size, work.value_size)
-    return 1 if power_of_two(widest) <= WASTE * widest or widest < 2 * least else power_of_two(widest) // 2
+    part = power_of_two(widest) // 2
+    if power_of_two(widest) <= WASTE * widest or part < least:
+        return 1
+    narrow = few and least > 1 and any(0 < size % part < NARROW for size in (work.head_size, work.value_size))
+    return 1 if narrow and power_of_two(widest) <= WASTE_OF_FEW * widest else part
 
 
 def _scans(work: AttentionWork, keys: int, height: int, warps: int, may_skip: bool) -> Iterator[int]:
@@ -93,7 +100,7 @@ def _few(work: AttentionWork, queries: int, device: Device) -> Iterator[Choice]:
     for block_m, block_n, warps, stages, split in itertools.product(
         sorted(heights), (16, 32, 64, 128, 256), (4, 8), (1, 2, 3, 4), (1, 2, 4, 8, 16, 32, 64)
     ):
-        choice = Choice("attention_decode", queries, block_m, block_n, _parts(work, block_m), 1, warps, stages, split)
+        choice = Choice("attention_decode", queries, block_m, block_n, _parts(work, block_m, True), 1, warps, stages, split)
         blocks = blocks_of(work, choice)
         if not _held(work, choice, device) or (matrix(choice) and block_n < 32):
             continue
@@ -104,7 +111,9 @@ def _few(work: AttentionWork, queries: int, device: Device) -> Iterator[Choice]:
             continue
         height = 1 if not work.mask_rows else power_of_two(queries) if work.mask_rows == "q" else block_m
         for block_s in _scans(work, blocks * block_n, height, warps, cheap):
-            yield Choice(**{**vars(choice), "block_s": block_s})
+            yield replace(choice, block_s=block_s)
+            if block_s == 1 and device.dependent < device.launch:
+                yield replace(choice, block_s=block_s, prefetch=power_of_two(work.kv_bytes // 2))
 
 
 def _many(work: AttentionWork, queries: int | None, device: Device) -> Iterator[Choice]:
@@ -114,13 +123,13 @@ def _many(work: AttentionWork, queries: int | None, device: Device) -> Iterator[
             continue
         if queries is None and block_m < 64 and work.itemsize < 4:
             continue
-        choice = Choice("attention", queries, block_m, block_n, _parts(work, block_m), 1, warps, stages)
+        choice = Choice("attention", queries, block_m, block_n, _parts(work, block_m, False), 1, warps, stages)
         if not _held(work, choice, device):
             continue
         height = 1 if not work.mask_rows else block_m if work.mask_rows == "m" else queries_of_block(work.group, block_m, queries)
         may_skip = work.mask == "added" or work.keys <= SHORT
         for block_s in _scans(work, work.keys, height, warps, may_skip):
-            yield Choice(**{**vars(choice), "block_s": block_s})
+            yield replace(choice, block_s=block_s)
 
 
 def _held(work: AttentionWork, choice: Choice, device: Device) -> bool:
@@ -129,8 +138,9 @@ def _held(work: AttentionWork, choice: Choice, device: Device) -> bool:
     if shared_bytes(work, choice, device) + SCRATCH > device.shared:
         return False
     if not matrix(choice):
-        slots = choice.block_m * choice.block_n * e / threads
-        return slots <= 64 and choice.block_n * (d + e) / threads <= 128 and choice.block_n * (d + e) * work.itemsize >= 16 * threads
+        # Every thread loads 16 bytes at least.
+        loaded = choice.block_n * (d + e) / threads
+        return registers(work, choice) <= REGISTERS_OF_A_THREAD and loaded <= 128 and loaded * work.itemsize >= 32
     if work.itemsize == 4:
         widest = max(d, e)
         return (

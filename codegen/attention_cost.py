@@ -36,6 +36,7 @@ CONVERT, MULTIPLY, VECTOR_SHARE = 1.0, 1.5, 0.5
 MATRIX_SHARE, HALF_TILE, SHORT = 0.6, 64 * 32, 0.6
 HALF_TILE_WIDE = 16 * 16  # the same for fp32 products
 HIDDEN = 1.25  # times as long does a block of keys take in which some may be hidden
+RESIDENT = 0.6  # of memory's latency, from the last-level cache
 OVERDRAW = 1.6  # times its even share of the bandwidth that one processor can draw
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
 SHARPNESS = 5  # how hard the slowest of several limits decides; the larger, the nearer to a plain maximum
@@ -135,9 +136,14 @@ def registers(work: AttentionWork, choice: Choice) -> int:
     d, e = widths(work, choice)
     threads = 32 * choice.num_warps
     if matrix(choice):
-        return int(64 + choice.block_m * (e + 1.5 * choice.block_n) / threads)
+        # Without a stage that is loaded ahead, keys and values come through registers.
+        loaded = choice.block_n * (d + e) * work.itemsize / 4 / threads if choice.num_stages == 1 else 0.0
+        return int(64 + choice.block_m * (e + 1.5 * choice.block_n) / threads + loaded)
     loaded = choice.block_n * (d + e) / threads  # held in fp32 while it is multiplied
-    return int(40 + choice.block_m * choice.block_n * e / threads + 0.75 * loaded)
+    # A single block is summed at once.
+    alone = blocks_of(work, choice) == 1 and (choice.block_s == 1 or work.mask == "")
+    sums = 0.0 if alone else choice.block_m * choice.block_n * e / threads
+    return int(40 + 1.5 * sums * (1 if choice.block_m == 1 else 2) + 0.75 * loaded)
 
 
 def programs_of(work: AttentionWork, choice: Choice) -> int:
@@ -179,7 +185,9 @@ def _decode(work: AttentionWork, choice: Choice, device: Device) -> float:
     least = STEP + STEP_ELEMENT * held if units else STEP_VECTOR + STEP_OPERATION * held * operations
     # What is loaded a step ahead arrives meanwhile.
     step = max(device.latency / (choice.num_stages - 1), least) if choice.num_stages > 1 else device.latency + least
-    pace = device.latency + (least if blocks == 1 else blocks * step)
+    # The first block is in the last-level cache if it was asked for before the wait.
+    first = device.latency * (RESIDENT if choice.prefetch else 1.0)
+    pace = first + (least if blocks == 1 else blocks * step)
     read = blocks * choice.block_n * work.kv_bytes
     if units:
         rate = device.matrix.get(work.itemsize, device.vector) if work.itemsize < 4 else device.vector / 2
@@ -233,7 +241,13 @@ def _prefill(work: AttentionWork, choice: Choice, device: Device) -> float:
     )
     once = START + END + device.dependent + MATRIX + device.latency
     if scanned:
-        height = choice.block_m if work.mask_rows == "m" else 1 if not work.mask_rows else queries_of_block(work.group, choice.block_m, work.queries)
+        height = (
+            choice.block_m
+            if work.mask_rows == "m"
+            else 1
+            if not work.mask_rows
+            else queries_of_block(work.group, choice.block_m, work.queries)
+        )
         steps = math.ceil(work.keys / choice.block_s)
         once += SCAN + SCAN_STEP * (steps - 1) + height * work.keys * 4 / (32 * choice.num_warps) * 1e-9
     return busy + once

@@ -19,12 +19,14 @@ import torch
 from dsi.ir import tile as t
 
 from .attention_scan import scan, scannable
-from .attention_tiles import LEAST_OF_A_PRODUCT, AttentionTiles, greatest, least
-from .builder import Block, Builder, triton_type
+from .attention_tiles import LEAST_OF_A_PRODUCT, AttentionTiles, Channels, greatest, least
+from .builder import Block, Builder, prefetch, triton_type
 from .columns import ceil_div
 from .kernel import Choice
+from .printer import Printer, conjunction
 from .statistics import divisible
 
+LINE = 128  # bytes that one prefetch asks for
 UNROLLED = 8  # parts whose loads are under way at once when they are joined
 
 
@@ -35,29 +37,59 @@ class AttentionDecode(AttentionTiles):
         self.matrix = choice.block_m >= LEAST_OF_A_PRODUCT
         super().__init__(spec, choice)
         self.rows_at = "" if self.single else "[:, None]"
+        self.scanned = choice.block_s > 1 and scannable(spec.plan)
         self.part = ""
 
     def write(self) -> tuple[Builder, tuple[sympy.Expr, ...]]:
         """Writes the whole body and returns the builder and the launch grid."""
-        body, builder, split = self.builder.body, self.builder, self.choice.split
+        split = self.choice.split
         self.open("tl.program_id(0) // SPLIT" if split > 1 else "tl.program_id(0)")
-        if split > 1:
-            builder.constant("SPLIT", split)
-            self.part = builder.names.new("part")
-            body.line(f"{self.part} = tl.program_id(0)" + ("" if self.one_block else " % SPLIT"))
         self.load_queries()
         self.keys_loop()
         if split == 1:
-            self.finish(body, self.outs)
+            self.finish(self.builder.body, self.outs)
         else:
             self.join()
-        return builder, self.grid(split)
+        return self.builder, self.grid(split)
+
+    def ahead(self) -> None:
+        """Which part of the keys is the program's; and where the first block of them is visited whatever the mask, a request that it comes
+        to the L2. That reads nothing: what a kernel before this one still writes there, the loads behind the wait will find."""
+        builder, body, choice, plan = self.builder, self.builder.body, self.choice, self.plan
+        if choice.split > 1:
+            builder.constant("SPLIT", choice.split)
+            self.part = builder.names.new("part")
+            body.line(f"{self.part} = tl.program_id(0)" + ("" if self.one_block else " % SPLIT"))
+        if not choice.prefetch or plan.window or self.scanned:
+            return
+        block, j, line = Block(body), builder.names.new("j_ahead"), builder.names.new("line")
+        start = f"{self.part} * BLOCK_J + " if self.part else ""
+        block.line(f"{j} = {start}tl.arange(0, BLOCK_J)")
+        block.line(f"{builder.names.new(f'{j}_in')} = {j} < {self.size(self.keys)}")
+        asked = 0
+        for operand, symbol, size in ((plan.k, t.D, plan.head_size), (plan.v, t.E, plan.value_size)):
+            if not isinstance(operand, t.Load) or any(isinstance(coord, t.Expr) for coord in operand.coords):
+                continue  # its place is known behind the wait only
+            step = LINE // operand.dtype.itemsize
+            lines = 1 << (math.ceil(min(size, max(choice.prefetch // operand.dtype.itemsize, 1)) / step) - 1).bit_length()
+            name = f"{line}_{asked}" if asked else line
+            block.line(f"{name} = tl.arange(0, {lines}) * {step}")
+            block.line(f"{name}_in = {name} < {size}")
+            tile = self.tile("j", Channels(symbol, name, str(lines), 0, 0, 1), names={"j": j}, masked={"j": True})
+            pointer = builder.input(operand.input)
+            printer = Printer(builder, block, tile)
+            address, axes, _ = printer.address(pointer, self.spec.inputs[operand.input], operand.coords, (), ())
+            if axes == frozenset((0, 1)):  # else it repeats itself, and is small
+                block.line(prefetch(f"tl.where({conjunction(list(tile.masks.values()))}, {address}, {pointer})"))
+                asked += 1
+        if asked:
+            body.attach("if PDL:", block)
 
     # ------------------------------------------------------------------------------------------------------------------- keys
 
     def keys_loop(self) -> None:
         """Writes `top`, `total` and the sums of the program's own keys."""
-        plan, choice, body = self.plan, self.choice, self.builder.body
+        plan, choice = self.plan, self.choice
         keys, split = self.size(self.keys), choice.split
         end = [keys] + ([f"{self.last_query} + 1"] if plan.causal else [])
         begin = "0"
@@ -66,14 +98,13 @@ class AttentionDecode(AttentionTiles):
         stop = self.named("end_key", least(end))
         step = "BLOCK_J * SPLIT" if split > 1 else "BLOCK_J"
         own = begin if split == 1 else f"{self.part} * BLOCK_J" if begin == "0" else f"{begin} + {self.part} * BLOCK_J"
-        scanned = choice.block_s > 1 and scannable(self.plan)
         known = begin == "0" and self.keys.is_Integer
         blocks = math.ceil(math.ceil(int(self.keys) / choice.block_n) / split) if known else 0
-        if blocks == 1 and not scanned:
+        if blocks == 1 and not self.scanned:
             self.key_mask = not divisible(self.keys, choice.block_n * split)
             self.only_block(own)
             return
-        if scanned:
+        if self.scanned:
             count = f"tl.cdiv({stop} - {begin}, {step}) * BLOCK_J" if begin != "0" else f"tl.cdiv({stop}, {step}) * BLOCK_J"
             found = scan(self, sympy.Integer(blocks * choice.block_n) if known and stop == keys else count, self.key_of(begin), stop)
             own, stop = f"{found.first} // BLOCK_J * BLOCK_J", found.end
@@ -209,7 +240,10 @@ class AttentionDecode(AttentionTiles):
         body.line(f'{arrived} = tl.atomic_add({arrivals}, 1, sem="acq_rel")')
         done = Block(body)
         done.line(f"tl.store({arrivals}, 0)")
-        loads = {name: f'tl.load({place}{{}}{mask}{", other=0.0" if mask else ""}, cache_modifier=".cg")' for name, (place, mask) in places.items()}
+        loads = {
+            name: f'tl.load({place}{{}}{mask}{", other=0.0" if mask else ""}, cache_modifier=".cg")'
+            for name, (place, mask) in places.items()
+        }
         whole = {name: new(f"all_{name}") for name in places}
         for name, load in loads.items():
             done.line(f"{whole[name]} = {load.format('')}")

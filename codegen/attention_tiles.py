@@ -181,7 +181,11 @@ class AttentionTiles:
             if part.width != part.size:
                 size = plan.head_size if part.symbol == t.D else plan.value_size
                 body.line(f"{part.name}_in = {part.name} < {size}")
+        self.ahead()
         builder.wait(body)
+
+    def ahead(self) -> None:
+        """Writes what may come before the wait."""
 
     def named(self, hint: str, code: str) -> str:
         """A name for a scalar, unless it is a number or one already."""
