@@ -172,7 +172,7 @@ class Problem:
         self.spec = dataclasses.replace(self.region.spec, constants=constants)
 
     def sizes(self, letter: str) -> tuple[int, ...]:
-        """Shape of an input: x and r rows, g and h of a norm, b (a, d) biases, w (u), q, k, v weights, W one stored [K, N], c and s of rope."""
+        """Shape of an input: x, r rows; g, h of a norm; b, a, d biases; w, u, q, k, v weights, W one stored [K, N]; c, s of rope."""
         n, k, m = self.n, self.k, self.m
         kv = (n - k) // 2
         known: dict[str, tuple[int, ...]] = {"x": (m, k), "r": (m, n), "g": (k,), "h": (k,), "W": (k, n)}

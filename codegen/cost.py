@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import sympy
 from dsi.ir import tile as t
@@ -20,12 +20,23 @@ from .defaults import lookup
 from .devices import H200, Device
 from .kernel import Choice
 from .linear_choices import GEMV_ROWS, linear_candidates
-from .linear_cost import linear_seconds, linear_work
-from .roofline import assumed_rows, assumptions, evaluate, power_of_two, rows_of, traffic, typical, work
+from .linear_cost import accumulators, held_lanes, linear_seconds, linear_work
+from .roofline import all_stores, assumed_rows, assumptions, evaluate, power_of_two, rows_of, traffic, typical, work
 
 __all__ = [
-    *("Choice", "accumulators", "all_stores", "assumptions", "candidates", "choices", "evaluate", "held_lanes", "predict", "rows_of"),
-    *("traffic", "work"),
+    "Choice",
+    "accumulators",
+    "all_stores",
+    "assumptions",
+    "buckets",
+    "candidates",
+    "choices",
+    "evaluate",
+    "held_lanes",
+    "predict",
+    "rows_of",
+    "traffic",
+    "work",
 ]
 
 # Row buckets of a region with a symbolic row count; the last variant takes any number.
