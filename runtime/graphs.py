@@ -13,6 +13,7 @@ is (kernels are loaded then), the second one records it; recording executes noth
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import OrderedDict
@@ -72,8 +73,12 @@ class CudaRecorder:
                 results = run()
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-        graph.workspaces = used  # they live as long as the graph, which goes on using them
-        return graph.replay, results
+        return functools.partial(_replay, graph, used), results
+
+
+def _replay(graph: torch.cuda.CUDAGraph, workspaces: Sequence[torch.Tensor]) -> None:
+    """Launches a graph. Its scratch memory lives as long as what this is bound to, since the graph goes on using it."""
+    graph.replay()
 
 
 class GraphedProgram:
