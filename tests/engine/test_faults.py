@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
+from generating import REFERENCE, eager, left_padded, prompt, small_llama
 
 import dsi
-from generating import REFERENCE, eager, left_padded, prompt, small_llama
 
 MOST = 96
 
