@@ -21,7 +21,7 @@ from .linear import Grid, Linear
 from .quantised import TWO_DIGITS, int8_rows, row_step
 from .roofline import power_of_two
 
-WIDEST = 8192  # elements of a row that are held at once
+WIDEST = 16384  # elements of a row that are held at once
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
     plan = spec.plan
     assert isinstance(plan, t.LinearPlan)
     block = min(power_of_two(int(plan.inner)), WIDEST)
-    warps = 8 if block > 1024 else 4
+    warps = 16 if block > 4096 else 8 if block > 1024 else 4
     linear = Linear(spec, Choice("rows", choice.max_rows, 1, 16, block_s=block, num_warps=warps))
     builder, body = linear.builder, linear.builder.body
     builder.names.new("r")

@@ -72,5 +72,5 @@ def combined(linear: Linear, body: Block, sums: Sums, squares: str) -> tuple[str
         loop.line(f'{name} += tl.load({at} + {share} * {stride} + {number * size}, cache_modifier=".cg")')
     if squares:
         loop.line(f'{squares} += tl.load({at_row} + {share} * {choice.block_m}, cache_modifier=".cg")')
-    done.attach(f"for {share} in range(SPLIT):", loop)
+    done.attach(f"for {share} in tl.static_range(SPLIT):", loop)  # unrolled: all loads are under way at once
     return f"if {arrived} == SPLIT - 1:", done

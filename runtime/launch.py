@@ -78,6 +78,8 @@ def settle(launch: Launch, able: bool, overlaps: bool) -> dict[str, Any]:
     settled: dict[str, Any] = {**launch.constants, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
     if settled.get("PDL") and not able:
         settled["PDL"] = False
+    if "NATIVE" in settled and os.environ.get("TRITON_INTERPRET") == "1":
+        settled["NATIVE"] = False
     if not (able and overlaps and settled.get("PDL")):
         settled.pop("launch_pdl", None)
     return settled

@@ -85,7 +85,7 @@ def test_no_weight_is_converted_beside_digits():
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice("gemv", 1, 1, 4, 2048, 4096, 8, 1),
+        Choice("gemv", 1, 1, 1, 2048, 4096, 4, 1),
         Choice("skinny", 16, 16, 64, 128, 256, 4, 3, 2),
         Choice("skinny", 16, 16, 64, 256, 256, 8, 3, 2, digits=2),
     ],
