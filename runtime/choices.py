@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import threading
 from typing import Any
 
-from dsi.codegen import cost
+from dsi.codegen import cost, defaults
 from dsi.codegen.devices import Device
 from dsi.codegen.kernel import Choice
 from dsi.ir.tile import KernelSpec
@@ -21,16 +20,7 @@ _lock = threading.Lock()
 def untuned(spec: KernelSpec, max_rows: int | None, device: str, figures: Device) -> Choice:
     """The choice of a kernel that was never tried: the one shipped for the device named `device`, else the one that the model, which knows
     the device by `figures`, ranks first."""
-    return shipped(spec, max_rows, device) or cost.candidates(spec, max_rows, figures)[0]
-
-
-def shipped(spec: KernelSpec, max_rows: int | None, device: str) -> Choice | None:
-    """The choice that dsi's table of defaults has for a kernel."""
-    if importlib.util.find_spec("dsi.codegen.defaults") is None:
-        return None
-    defaults = importlib.import_module("dsi.codegen.defaults")
-    found: Choice | None = defaults.lookup(spec, max_rows, device)
-    return found
+    return defaults.lookup(spec, max_rows, device) or cost.candidates(spec, max_rows, figures)[0]
 
 
 def winner(device: str, cache: bool, key: str, max_rows: int | None) -> Choice | None:

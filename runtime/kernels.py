@@ -21,7 +21,7 @@ from dsi.ir.tile import KernelSpec
 from torch.utils._sympy.functions import FloorDiv
 
 from .cache import DiskCache
-from .choices import shipped, untuned, winner
+from .choices import untuned, winner
 from .serialise import expression_from_json, expression_to_json, kernel_from_json, kernel_to_json
 from .sizes import expression
 
@@ -121,13 +121,10 @@ def _variants(spec: KernelSpec, key: str, device: str, cache: bool) -> Sequence[
 
     from dsi import codegen
 
-    figures, buckets = find_device(device), cost.buckets(spec.plan)
-    known = {bucket: (key and winner(device, cache, key, bucket)) or shipped(spec, bucket, device) for bucket in buckets}
-    if not any(known.values()):
-        return codegen.generate(spec, device=figures)
-    found: list[Kernel] = []
-    for bucket, choice in known.items():
-        found += codegen.generate(spec, choice=choice or untuned(spec, bucket, device, figures), device=figures)
+    figures, found = find_device(device), []
+    for bucket in cost.buckets(spec.plan):
+        choice = (winner(device, cache, key, bucket) if key else None) or untuned(spec, bucket, device, figures)
+        found += codegen.generate(spec, choice=choice, device=figures)
     return found
 
 

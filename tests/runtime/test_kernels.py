@@ -178,7 +178,7 @@ def test_equal_regions_with_symbols_of_other_names_bind_their_own(generated):
         found = kernels_for(outer.regions[0], outer.context())
         values = [node.meta["val"] for node in nodes]
         runs.append((list(kernels.symbol_values(found, values).values()), [values[0].shape[0].node.expr]))
-    assert generated == ["linear"]
+    assert generated == ["linear"] * len(found.variants)
     assert runs[0][0] == runs[0][1] and runs[1][0] == runs[1][1] and runs[0] != runs[1]
 
 
