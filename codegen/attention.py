@@ -54,19 +54,19 @@ class Attention(AttentionTiles):
             bounds.end.append(f"{self.last_query} + 1")
             bounds.high.append(f"{self.first_query} + 1")
         if plan.window:
-            bounds.first.append(f"{self.first_query} - {plan.window - 1}")
-            bounds.low.append(f"{self.last_query} - {plan.window - 1}")
+            bounds.first += ["0", f"{self.first_query} - {plan.window - 1}"]
+            bounds.low += ["0", f"{self.last_query} - {plan.window - 1}"]
         hides = plan.mask is not None and plan.mask.dtype == torch.bool
         if self.choice.block_s == 1 or not scannable(self.plan):
             return bounds, hides
         begin = self.named("first_key", greatest(["0", *bounds.first]))
         stop = self.named("end_key", least(bounds.end))
         count = (self.keys if stop == keys else stop) if begin == "0" else f"{stop} - {begin}"
-        found = scan(self, count, lambda seen: seen if begin == "0" else f"{begin} + {seen}", stop, common=hides)
-        bounds.first, bounds.end = [begin, found.first], [stop, found.end]
+        found = scan(self, count, lambda number: number if begin == "0" else f"{begin} + {number}", stop, common=hides)
+        bounds.first, bounds.end = [found.first], [found.end]
         # A hidden key of a mask that is added gets its -inf wherever it is visited.
         bounds.low.append(found.first_common if hides else found.first)
-        bounds.high.append(found.end_common if hides else found.end)
+        bounds.high = [*bounds.high[1:], found.end_common if hides else found.end]
         return bounds, False
 
     def loops(self) -> None:
@@ -77,7 +77,7 @@ class Attention(AttentionTiles):
         few = self.keys.is_Integer and int(self.keys) < self.choice.block_n
         end = least(bounds.end)
         if anywhere or few or not edges:
-            start = f"{greatest(['0', *bounds.first])} // BLOCK_J * BLOCK_J" if bounds.first else "0"
+            start = f"{greatest(bounds.first)} // BLOCK_J * BLOCK_J" if bounds.first else "0"
             body.attach(f"for j0 in range({start}, {end}, BLOCK_J):", self.step(Block(body), edges))
             return
         body.comment("blocks of keys that every row sees")
@@ -89,13 +89,13 @@ class Attention(AttentionTiles):
             body.attach(f"for j0 in range({whole}, {end}, BLOCK_J):", self.step(Block(body), True))
             return
         low, number = names.new("low"), names.new("i")
-        body.line(f"{low} = tl.cdiv({greatest(['0', *bounds.low])}, BLOCK_J)")
+        body.line(f"{low} = tl.cdiv({greatest(bounds.low)}, BLOCK_J)")
         body.line(f"{whole} = tl.maximum({least(bounds.high)} // BLOCK_J - {low}, 0)")
         body.attach(f"for j0 in range({low} * BLOCK_J, ({low} + {whole}) * BLOCK_J, BLOCK_J):", self.step(Block(body), False))
         body.comment("and the others, on both sides of them")
         others = Block(body)
         others.line(f"j0 = tl.where({number} < {low}, {number}, {number} + {whole}) * BLOCK_J")
-        first = f"{greatest(['0', *bounds.first])} // BLOCK_J"
+        first = f"{greatest(bounds.first)} // BLOCK_J"
         body.attach(f"for {number} in range({first}, tl.cdiv({end}, BLOCK_J) - {whole}):", self.step(others, True))
 
     def step(self, loop: Block, sight: bool) -> Block:

@@ -63,7 +63,7 @@ def queries_of_block(group: int, block_m: int, most: int | None) -> int:
 
 
 def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], str], end: str, common: bool = False) -> Seen:
-    """Writes the scan of `count` keys, `choice.block_s` a step. `key` gives the source of a key from that of its number among the keys
+    """Writes the scan of `count` keys, `choice.block_s` a step. `key` gives the source of a key from the name of its number among the keys
     looked at, `end` is the source of an end of all keys."""
     builder, body, step = kernel.builder, kernel.builder.body, kernel.choice.block_s
     builder.constant("BLOCK_S", step)
@@ -80,11 +80,13 @@ def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], s
             body.line(f"{names['end_common']} = tl.zeros([BLOCK_S], tl.int32)")
             body.line(f"{names['common']} = tl.zeros([BLOCK_S], tl.int32)")
     block = body if one_step else Block(body)
-    start, number = builder.names.new("seen"), "tl.arange(0, BLOCK_S)"
-    if not one_step:
-        block.line(f"{names['number']} = {start} + {number}")
-        number = names["number"]
-    block.line(f"{names['j_seen']} = {key(number)}")
+    start, number = builder.names.new("seen"), names["number"]
+    place, numbers = key(number), "tl.arange(0, BLOCK_S)" if one_step else f"{start} + tl.arange(0, BLOCK_S)"
+    if place.count(number) > 1:
+        block.line(f"{number} = {numbers}")
+    else:
+        place = place.replace(number, numbers)
+    block.line(f"{names['j_seen']} = {place}")
     block.line(f"{builder.names.new(names['j_seen'] + '_in')} = {names['j_seen']} < {end}")
     some, every = _visible(kernel, block, rows, all_rows, masked, names)
     j = names["j_seen"]

@@ -105,7 +105,7 @@ class Builder:
         self.inputs: dict[int, str] = {}
         self.outputs: dict[int, str] = {}
         self.body = Block()
-        self.names = Names((*HELPERS, "PDL", "NATIVE", "gdc_wait", "gdc_launch_dependents"))
+        self.names = Names((*HELPERS, "PDL", "gdc_wait", "gdc_launch_dependents"))
         self.constants: dict[str, int | bool] = {}
         self.workspaces: list[Workspace] = []
         self._workspace_names: list[str] = []
@@ -171,12 +171,6 @@ class Builder:
     def place(self, number: int, pointer: str) -> None:
         """States that an input lies in the scratch memory `pointer`."""
         self._in_workspace[number] = pointer
-
-    def widened(self, code: str) -> str:
-        """Source of int8 values in fp32. NATIVE is a constexpr: off in the interpreter, which knows no instructions of a device."""
-        self.use("widen")
-        self.constants["NATIVE"] = True
-        return f"widen({code}, NATIVE)"
 
     def use(self, helper: str) -> None:
         """Enters a helper function of `pointwise.HELPERS`, after those that it calls."""

@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import sympy
 from dsi.ir import tile as t
 
 from .attention_choices import attention_candidates
@@ -19,9 +18,11 @@ from .attention_cost import attention_seconds, attention_work
 from .defaults import lookup
 from .devices import H200, Device
 from .kernel import Choice
+from .library import library_seconds, possible
 from .linear_choices import GEMV_ROWS, linear_candidates
 from .linear_cost import accumulators, held_lanes, linear_seconds, linear_work
-from .roofline import all_stores, assumed_rows, assumptions, evaluate, power_of_two, rows_of, traffic, typical, work
+from .roofline import all_stores, assumed_rows, assumptions, evaluate, rows_of, traffic, typical, work
+from .row_choices import row_choice
 
 __all__ = [
     "Choice",
@@ -41,6 +42,8 @@ __all__ = [
 
 # Row buckets of a region with a symbolic row count; the last variant takes any number.
 LINEAR_BUCKETS = (1, GEMV_ROWS, 16, 64, None)
+LIBRARY_ROWS = 64  # from which on, rows apart, a library's kernels are tried
+LEAST_AHEAD = 4  # choices that the model may rank before a library's: so many are always tried
 ATTENTION_BUCKETS = (1, 16, None)
 
 
@@ -51,6 +54,8 @@ def predict(spec: t.KernelSpec, choice: Choice, device: Device = H200) -> float:
     """Seconds that a variant is expected to take on a device, the gap to the next kernel included."""
     plan, rows = spec.plan, assumed_rows(spec.plan, choice)
     assumed = assumptions(plan, choice)
+    if choice.schedule == "library":
+        return library_seconds(spec, rows, assumed, device)
     if isinstance(plan, t.LinearPlan):
         return linear_seconds(linear_work(spec, rows, assumed), choice, device)
     if isinstance(plan, t.AttentionPlan):
@@ -88,30 +93,20 @@ def buckets(plan: t.Plan) -> tuple[int | None, ...]:
 
 def candidates(spec: t.KernelSpec, max_rows: int | None = None, device: Device = H200) -> Sequence[Choice]:
     """Choices for a region of at most `max_rows` rows (None: any number, or the number that its plan has), best first by the model; never
-    empty, and at most a few dozen."""
+    empty, and at most a few dozen. With many rows a library's kernels are among them, where the specification allows it."""
     plan, rows = spec.plan, rows_of(spec.plan)
     limit = int(rows) if rows.is_Integer else max_rows
     if isinstance(plan, t.RowPlan):
-        return (_row_choice(plan),)
-    found: Sequence[Choice]
+        return (row_choice(plan),)
     judged = Choice("", limit, 1, 1)
+    count, assumed = assumed_rows(plan, judged), assumptions(plan, judged)
+    found: Sequence[Choice]
     if isinstance(plan, t.AttentionPlan):
-        found = attention_candidates(attention_work(spec, assumed_rows(plan, judged), assumptions(plan, judged)), limit, device)
+        found = attention_candidates(attention_work(spec, count, assumed), limit, device)
     else:
-        found = linear_candidates(linear_work(spec, assumed_rows(plan, judged), assumptions(plan, judged)), limit, device)
+        found = linear_candidates(linear_work(spec, count, assumed), limit, device)
+    if spec.library and (limit is None or limit > LIBRARY_ROWS) and possible(spec, by_library := Choice("library", limit, 1, 1)):
+        seconds = library_seconds(spec, count, assumed, device)
+        ahead = sum(predict(spec, dataclasses.replace(choice, max_rows=limit), device) <= seconds for choice in found[:LEAST_AHEAD])
+        found = [*found[:ahead], by_library, *found[ahead:]]
     return tuple(dataclasses.replace(choice, max_rows=None if rows.is_Integer else max_rows) for choice in found)
-
-
-def _row_choice(plan: t.RowPlan) -> Choice:
-    columns = typical(plan.columns)
-    known = sympy.sympify(plan.columns).is_Integer
-    if plan.reductions:
-        block_n = min(power_of_two(columns), 8192) if known else 1024
-    else:
-        block_n = min(power_of_two(columns), 1024)
-    warps = 8 if block_n > 2048 else 4
-    block_m = max(1024 // block_n, 1)
-    rows = sympy.sympify(plan.rows)
-    if rows.is_Integer:
-        block_m = min(block_m, power_of_two(int(rows)))
-    return Choice("row", None, block_m, block_n, 1, 1, warps, 1)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from .devices import Device, find_device
 from .kernel import Choice
+from .library import possible
 from .linear_choices import SKINNY_ROWS, admissible, statistics_block
 from .linear_cost import LinearWork, linear_work
 from .roofline import assumed_rows, assumptions, rows_of
@@ -87,15 +88,20 @@ def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice
     device = find_device(device_name)
     known = rows_of(spec.plan).is_Integer
     work = _work(spec, max_rows)
-    found = _nearest(work, max_rows if not known else work.rows, table().get(device.name, ()), device)
+    entries = [entry for entry in table().get(device.name, ()) if spec.library or entry.choice.get("schedule") != "library"]
+    found = _nearest(spec, work, max_rows if not known else work.rows, entries, device)
     return None if found is None else dataclasses.replace(found, max_rows=None if known else max_rows)
 
 
-def _nearest(work: LinearWork, rows: int | None, entries: tuple[Entry, ...], device: Device) -> Choice | None:
+def _nearest(spec: t.KernelSpec, work: LinearWork, rows: int | None, entries: Sequence[Entry], device: Device) -> Choice | None:
     wanted = _entry(work, None, 1.0)
     measured = [(apart, number) for number, other in enumerate(entries) if (apart := other.distance(wanted)) is not None and apart <= NEAR]
     for _, number in sorted(measured):
         choice = Choice(**{"max_rows": None, **entries[number].choice})
+        if choice.schedule == "library":
+            if (rows is None or rows > SKINNY_ROWS) and possible(spec, choice):
+                return choice
+            continue
         choice = dataclasses.replace(choice, block_s=statistics_block(work, choice.block_m, choice.num_warps))
         if admissible(work, choice, rows, device):
             return choice

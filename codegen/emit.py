@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import sympy
 from dsi.ir import tile as t
 
-from . import apart, cost
+from . import apart, cost, library
 from .attention import Attention
 from .attention_decode import AttentionDecode
 from .builder import Builder, triton_type
 from .devices import H200, Device
-from .kernel import Choice, Kernel, Launch, digest_of
+from .kernel import Choice, Kernel, Launch, LibraryCall, digest_of
 from .linear import Linear
 from .pointwise import HELPERS
 from .row import Row
@@ -42,22 +42,24 @@ def generate(spec: t.KernelSpec, choice: Choice | None = None, device: Device = 
 def _kernel(spec: t.KernelSpec, choice: Choice, device: Device) -> Kernel:
     entry = spec.name if spec.name.isidentifier() else re.sub(r"\W", "_", f"k_{spec.name}")
     entry = f"{entry}_kernel" if entry in RESERVED else entry
-    parts = _parts(spec, choice, entry)
+    steps = _parts(spec, choice, entry)
+    parts = [step for step in steps if isinstance(step, _Part)]
     builders = [part.builder for part in parts]
     imports = "import triton\nimport triton.language as tl\n"
     if any("PDL" in builder.constants for builder in builders):
         imports += "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
     helpers = {name: text for builder in builders for name, text in builder.helpers.items()}
     texts = [
-        header(spec, choice, builders, device),
+        header(spec, choice, builders, device, steps),
         imports,
         *helpers.values(),
         *(part.builder.function(part.entry) for part in parts),
     ]
     source = "\n\n".join(text if text.endswith("\n") else text + "\n" for text in (texts[0] + "\n" + texts[1], *texts[2:]))
-    launches = tuple(_launch(part, device) for part in parts)
+    launches = tuple(_launch(step, device) if isinstance(step, _Part) else step for step in steps)
     # The last kernel knows all scratch memory: what the ones before it leave comes first.
-    return Kernel(spec.name, source, digest_of(source), launches, choice.max_rows, choice.schedule, tuple(builders[-1].workspaces))
+    workspaces = tuple(builders[-1].workspaces) if builders else ()
+    return Kernel(spec.name, source, digest_of(source), launches, choice.max_rows, choice.schedule, workspaces)
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,10 @@ class _Part:
     stages: int
 
 
-def _parts(spec: t.KernelSpec, choice: Choice, entry: str) -> list[_Part]:
-    """The kernels of a region: one, or two where the prologue of a linear is computed apart."""
+def _parts(spec: t.KernelSpec, choice: Choice, entry: str) -> list[_Part | LibraryCall]:
+    """The kernels of a region: one, two where the prologue of a linear is computed apart, or some around a library's."""
+    if choice.schedule == "library":
+        return [_Part(*part) if isinstance(part, tuple) else part for part in library.parts(spec, choice, entry)]
     if not apart.is_apart(spec, choice):
         builder, grid = SCHEDULES[choice.schedule](spec, choice)
         return [_Part(entry, builder, grid, choice.num_warps, choice.num_stages)]
@@ -94,7 +98,9 @@ def _launch(part: _Part, device: Device) -> Launch:
     return Launch(part.entry, arguments, constants, part.grid, part.warps, part.stages, options)
 
 
-def header(spec: t.KernelSpec, choice: Choice, builders: Sequence[Builder], device: Device) -> str:
+def header(
+    spec: t.KernelSpec, choice: Choice, builders: Sequence[Builder], device: Device, steps: Sequence[_Part | LibraryCall] = ()
+) -> str:
     """The comment that opens a kernel's file: what it stands for, on what, and what it should cost."""
     plan = spec.plan
     lines = [f"{spec.name}: schedule {choice.schedule}, {_rows(plan, choice)}"]
@@ -105,11 +111,16 @@ def header(spec: t.KernelSpec, choice: Choice, builders: Sequence[Builder], devi
     lines += ["", "tensors:"]
     names = {number: name for builder in builders for number, name in builder.inputs.items()}
     stored = {number: name for builder in builders for number, name in builder.outputs.items()}
+    for call in (step for step in steps if isinstance(step, LibraryCall)):
+        names |= {view.number: "" for view in call.operands if view.kind == "input"}
+        stored |= {view.number: "" for view in call.operands if view.kind == "output"}
     for kind, numbers, tensors in (("in ", names, spec.inputs), ("out", stored, spec.outputs)):
         for number in sorted(numbers):
             tensor = tensors[number]
             dtype = str(tensor.dtype).removeprefix("torch.")
             lines.append(f"    {kind} {tensor.name or numbers[number]}: {dtype}{_sizes(tensor.sizes)} strides {_sizes(tensor.strides)}")
+    if len(steps) > 1 or choice.schedule == "library":
+        lines += ["", "in order:", *(f"    {step.entry if isinstance(step, _Part) else library.describe(step, spec)}" for step in steps)]
     traffic, work = cost.traffic(spec), cost.work(plan)
     seconds = cost.predict(spec, choice, device)
     assumed = ", ".join(f"{symbol} = {number}" for symbol, number in cost.assumptions(plan, choice).items())

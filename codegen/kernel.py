@@ -49,6 +49,35 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class View:
+    """A tensor as a library call sees it: `sizes` elements, `strides` apart, from element `offset` on of the region's input or output, or
+    the workspace, with this `number`."""
+
+    kind: ArgumentKind
+    number: int
+    sizes: tuple[sympy.Expr, ...]
+    strides: tuple[sympy.Expr, ...]
+    offset: sympy.Expr | int = 0
+
+    @property
+    def transposed(self) -> View:
+        """The view with its last two dimensions changed."""
+        *sizes, rows, columns = self.sizes
+        *strides, down, across = self.strides
+        return View(self.kind, self.number, (*sizes, columns, rows), (*strides, across, down), self.offset)
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """A kernel of a library, by way of torch: "product" [M, K] x [K, N] -> [M, N], or "attention" of queries, keys and values, each [batch,
+    heads, tokens, channels]. The last of the operands is written."""
+
+    function: Literal["product", "attention"]
+    operands: tuple[View, ...]
+    options: dict[str, bool | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One variant of a region's kernel, for at most `max_rows` rows (None: any number).
 
@@ -58,7 +87,7 @@ class Kernel:
     name: str
     source: str
     digest: str
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch | LibraryCall, ...]
     max_rows: int | None
     schedule: str
     workspaces: tuple[Workspace, ...] = ()

@@ -38,40 +38,8 @@ FORMS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "where": ("tl.where({0}, {1}, {2})", ATOM, (RELATION, RELATION, RELATION)),
 }
 
-# Four int8 as fp32 at once. Conversions run at a quarter of the rate of byte permutations or less (a gemv of int8 weights was bound by
-# them): a byte with its sign bit turned over is put below the exponent of 2**23, which then is 2**23 + 128 + w.
-_WIDEN = "\\n".join(
-    [
-        "{ .reg .b32 t, a, b, c, d;",
-        "xor.b32 t, $4, 0x80808080;",
-        *(f"prmt.b32 {name}, t, 0x4B000000, 0x754{byte};" for byte, name in enumerate("abcd")),
-        *(f"sub.f32 ${byte}, {name}, 0f4B000080;" for byte, name in enumerate("abcd")),
-        "}",
-    ]
-)
-
 # Operations written as a small function before the kernel: name -> (source, functions it calls).
 HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "widen": (
-        f"""\
-@triton.jit
-def widen(x, NATIVE: tl.constexpr):
-    # int8 as fp32
-    if NATIVE:
-        wide = tl.inline_asm_elementwise(
-            "{_WIDEN}",
-            "=f,=f,=f,=f,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        wide = x.to(tl.float32)
-    return wide
-""",
-        (),
-    ),
     "tanh": (
         """\
 @triton.jit

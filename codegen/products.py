@@ -304,9 +304,7 @@ class Products:
             x = rounded_rows(printer, x, self.linear.step if self.linear.single else f"{self.linear.step}[:, None, None]")
         for (number, part), (name, _) in tiles.items():
             window = self.segment.windows[number]
-            wide = name if self.plan.x_dtype == torch.float32 else f"{name}.to(tl.float32)"
-            if window.scale is not None:
-                wide = self.builder.widened(name)
+            wide = f"{name}.to(tl.float32)" if window.scale is not None or self.plan.x_dtype != torch.float32 else name
             if window.scale is not None and window.scale.group:
                 wide = f"({scaled(self, printer.block, self.weight_printer(printer.block, part), window, part, name, self.step_start())})"
             printer.block.line(f"{sums[(number, part)]} += {x} * {wide}")
@@ -334,8 +332,7 @@ class Products:
             if exact and grouped:
                 w = f"({scaled(self, block, self.weight_printer(block, part), window, part, w, self.step_start())})"
             elif not self.digits and (window.scale is not None or exact):
-                wide = f"{w}.to(tl.float32)" if window.scale is None else self.builder.widened(w)
-                w = wide if exact or self.plan.x_dtype == torch.float32 else f"{wide}.to({triton_type(self.plan.x_dtype)})"
+                w = f"{w}.to({'tl.float32' if exact else triton_type(self.plan.x_dtype)})"
 
             def dot(rows: str, more: str, w: str = w) -> str:
                 return f"tl.dot({f'{w}, {rows}' if skinny else f'{rows}, {w}'}{more})"

@@ -62,7 +62,7 @@ def scaled(products: Products, block: Block, right: Printer, window: t.WeightWin
     """A tile of int8 weights in fp32, each times the scale of its group."""
     assert window.scale is not None
     group, block_k = window.scale.group, products.choice.block_k
-    wide = products.builder.widened(w)
+    wide = f"{w}.to(tl.float32)"
     if group % block_k == 0:
         s = step_scale(products, block, window, part, start)
         return f"{wide} * {s}" if len(right.tile.shape) == 2 else f"{wide} * {s}[None, :, :]"

@@ -8,11 +8,12 @@ from typing import Any
 
 import sympy
 import torch
-from dsi.codegen.kernel import Argument, Kernel, Launch
+from dsi.codegen.kernel import Argument, Kernel, Launch, LibraryCall
 
 from .cache import DiskCache
 from .kernels import KernelSet, load, symbol_values
 from .launcher import GROUPS, Launcher, current_stream
+from .library import LibraryStep
 from .sizes import Environment, Sizes, expression
 from .workspaces import ScratchMemory, allocator
 
@@ -78,8 +79,6 @@ def settle(launch: Launch, able: bool, overlaps: bool) -> dict[str, Any]:
     settled: dict[str, Any] = {**launch.constants, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
     if settled.get("PDL") and not able:
         settled["PDL"] = False
-    if "NATIVE" in settled and os.environ.get("TRITON_INTERPRET") == "1":
-        settled["NATIVE"] = False
     if not (able and overlaps and settled.get("PDL")):
         settled.pop("launch_pdl", None)
     return settled
@@ -102,10 +101,14 @@ class _Variant:
         self.max_rows = kernel.max_rows
         self._workspaces = [ScratchMemory(space, sizes.compile(_over(space.size, symbols)), device) for space in kernel.workspaces]
         module, able = load(kernel, disk), programmatic(device)
-        self._launches = [
-            _Launch(module, launch, symbols, sizes, settle(launch, able, overlaps or number > 0), device)
-            for number, launch in enumerate(kernel.launches)
-        ]
+
+        def step(number: int, launch: Launch | LibraryCall) -> _Launch | LibraryStep:
+            if isinstance(launch, LibraryCall):
+                return LibraryStep(launch, lambda expr: _over(expr, symbols), sizes)
+            # A second launch comes after the first one's start, whatever comes before that.
+            return _Launch(module, launch, symbols, sizes, settle(launch, able, overlaps or number > 0), device)
+
+        self._launches = [step(number, launch) for number, launch in enumerate(kernel.launches)]
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
         workspaces = [workspace(sizes) for workspace in self._workspaces]

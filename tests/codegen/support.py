@@ -155,7 +155,7 @@ def run(case: Case, interpreter, kernel: Kernel | None = None, choice: Choice | 
         grid = tuple(int(normalise(g).xreplace(sizes)) for g in launch.grid)
         if 0 in grid:
             continue
-        constants = {**launch.constants, **{name: False for name in ("PDL", "NATIVE") if name in launch.constants}}
+        constants = {**launch.constants, **({"PDL": False} if "PDL" in launch.constants else {})}
         results = interpreter.run(kernel.source, launch.entry, grid, arguments, constants)
         tensors = [(a.kind, a.number) for a in launch.arguments if a.kind != "size"]
         for (kind, number), value in zip(tensors, results, strict=True):
