@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,18 +43,22 @@ class Sampling:
 
 @dataclass
 class Streamed:
-    """What a call of `stream` made, and when: seconds since it began for the first token, and for all of them."""
+    """What a call of `stream` made, and when: seconds since it began for each token."""
 
-    tokens: int = 0
-    first: float = 0.0
-    total: float = 0.0
     text: str = ""
-    began: float = field(default_factory=time.perf_counter)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second by the median step: what is compiled on the way does not count. 0 where there is no step."""
+        steps = [after - before for before, after in itertools.pairwise(self.times)]
+        return 1 / max(statistics.median(steps), 1e-9) if steps else 0.0
 
     def __str__(self) -> str:
-        after = self.total - self.first
-        speed = f", then {(self.tokens - 1) / after:.1f} tokens/s" if self.tokens > 1 and after > 0 else ""
-        return f"{self.tokens} tokens; the first after {self.first:.2f} s{speed}"
+        if not self.times:
+            return "no token"
+        speed = f", {self.rate:.1f} tokens/s by the median step" if self.rate else ""
+        return f"{len(self.times)} tokens in {self.times[-1]:.1f} s (the first after {self.times[0]:.1f} s{speed})"
 
 
 def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
@@ -121,16 +127,17 @@ def stream(
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
     made = Streamed()
+    began = time.perf_counter()
+    streamer = _streamer(tokenizer, made, write, lambda: time.perf_counter() - began)
     try:
-        engine.generate(**inputs, generation_config=settings, streamer=_streamer(tokenizer, made, write))
+        engine.generate(**inputs, generation_config=settings, streamer=streamer)
     except ValueError as error:
         raise DsiError(str(error)) from error
-    made.total = time.perf_counter() - made.began
     return made
 
 
-def _streamer(tokenizer: Any, made: Streamed, write: Callable[[str], None]) -> Any:
-    """A streamer that hands text on as words are complete, and counts tokens."""
+def _streamer(tokenizer: Any, made: Streamed, write: Callable[[str], None], clock: Callable[[], float]) -> Any:
+    """A streamer that hands text on as words are complete, and notes when each token came."""
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):
@@ -140,8 +147,7 @@ def _streamer(tokenizer: Any, made: Streamed, write: Callable[[str], None]) -> A
 
         def put(self, value: torch.Tensor) -> None:
             if not self.next_tokens_are_prompt:
-                made.tokens += value.numel()
-                made.first = made.first or time.perf_counter() - made.began
+                made.times += [clock()] * value.numel()
             super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers as T
 import zoo
-from dsi import ConfigError, InferenceEngine, init_inference
 from dsi.compiler.observe import collecting
 from torch import nn
+
+from dsi import ConfigError, InferenceEngine, init_inference
 
 # What the engine adds does not depend on how a graph is run, and references need no C++ compiler's time.
 INJECT = {"dtype": torch.float32, "replace_with_kernel_inject": True, "options": {"executor": "reference"}}

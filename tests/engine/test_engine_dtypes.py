@@ -4,10 +4,11 @@ import pytest
 import torch
 import transformers as T
 import zoo
-from dsi import ConfigError, init_inference
 from dsi.engine import quantised
 from dsi.engine.dtypes import cast
 from torch import nn
+
+from dsi import ConfigError, init_inference
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -23,7 +24,7 @@ def test_rotary_frequencies_stay_float32(dtype):
 
 @pytest.mark.parametrize("name", sorted(zoo.decoder_configs()))
 def test_a_cast_decoder_is_the_one_that_from_pretrained_makes(name, tmp_path):
-    """Parameters have the dtypes that transformers gives them when it loads the checkpoint in half precision, and the logits are the same."""
+    """Parameters have the dtypes that transformers gives them when it loads the checkpoint in half precision; equal logits."""
     model = zoo.decoder(name)
     model.save_pretrained(tmp_path)
     loaded = T.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
@@ -91,14 +92,14 @@ def test_the_default_is_float16_and_a_cpu_is_warned_of():
     if torch.cuda.is_available():
         assert init_inference(module).dtype == torch.float16
         return
-    with pytest.warns(UserWarning, match="dtype is not given, so that weights become torch.float16.*on a CPU torch.float32"):
+    with pytest.warns(UserWarning, match=r"dtype is not given, so that weights become torch.float16.*on a CPU torch.float32"):
         assert init_inference(module).dtype == torch.float16
 
 
 def test_a_module_that_another_library_quantised_is_refused_unless_it_stays_as_it_is():
     module = zoo.decoder("llama")
     module.is_quantized = True
-    with pytest.raises(ConfigError, match="'LlamaForCausalLM' was quantised by another library.*dtype=None"):
+    with pytest.raises(ConfigError, match=r"'LlamaForCausalLM' was quantised by another library.*dtype=None"):
         init_inference(module, dtype="fp16")
     assert init_inference(module, dtype=None).module is module
 

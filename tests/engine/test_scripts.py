@@ -5,12 +5,12 @@ import tokenizers
 import torch
 import transformers as T
 import zoo
-from bench.models import hot
 from dsi.compiler.observe import collecting
 from transformers import pipeline
 from transformers.models.t5.modeling_t5 import T5Block
 
 import dsi
+from bench.models import hot
 
 local_rank, world_size = (0 if torch.cuda.is_available() else -1), 1
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "DeepSpeed", "is", "a", "library", "that", *(f"word{n}" for n in range(90))]
@@ -88,7 +88,9 @@ def test_the_injection_policy_script(inject, tokenizer):
 
 def test_a_pipeline_for_sentences(tokenizer):
     """Pipelines without generate take an engine too; this one looks at forward's signature."""
-    config = T.BertConfig(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_labels=2)
+    config = T.BertConfig(
+        vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_labels=2
+    )
     torch.manual_seed(0)
     pipe = pipeline("text-classification", model=hot(T.BertForSequenceClassification(config)), tokenizer=tokenizer, device=local_rank)
     eager = pipe("DeepSpeed is a library")
