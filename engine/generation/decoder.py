@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -71,12 +72,11 @@ def examine(model: Any) -> Decoder:
     cache_name = next((argument for argument in ("cache", "past_key_values") if argument in accepted), None)
     if cache_name is None or "attention_mask" not in accepted:
         raise NotOurs(f"the forward of {name} takes no cache, or no attention mask")
-    flags = {"cache_name": cache_name, "positions": "position_ids" in accepted, "keeps": "logits_to_keep" in accepted}
     problem: Exception | None = None
     for masked in (False, True):
-        draft = Decoder(model, (), always_masked=masked, **flags)
+        draft = Decoder(model, (), cache_name, "position_ids" in accepted, "logits_to_keep" in accepted, masked)
         try:
-            return Decoder(model, _trial(draft, number), always_masked=masked, **flags)
+            return dataclasses.replace(draft, layers=_trial(draft, number))
         except NotOurs:
             raise
         except Exception as error:  # whatever the model's code raises where it looks at numbers that a compiled graph does not have
@@ -85,7 +85,7 @@ def examine(model: Any) -> Decoder:
     raise NotOurs(f"a trial call of {name} with a cache of fixed size failed: {type(problem).__name__}: {first}")
 
 
-def position_limit(model: nn.Module, config: Any) -> int | None:
+def position_limit(model: Any, config: Any) -> int | None:
     """How many positions a table of the model has; None where positions are computed (rotary ones, slopes).
 
     A table is an embedding other than the input's, or a buffer, as long as the configuration says that positions are: a few rows longer

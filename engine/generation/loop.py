@@ -14,6 +14,7 @@ from .buckets import cache_bucket, prompt_bucket
 from .cache import KeyValueStore, take_over
 from .compiled import compiled
 from .decoder import Decoder
+from .gpu_state import GpuState
 from .progress import compiling
 from .reader import Copying, Direct, Reader
 from .sampling import Recipe
@@ -149,7 +150,8 @@ class Loop:
     def _state(self, rows: int) -> State:
         key = (rows, self.store.slots)
         if key not in self._states:
-            self._states[key] = State(rows, self.store.slots, self.store.length)
+            kind = GpuState if self.device.type == "cuda" else State
+            self._states[key] = kind(rows, self.store.slots, self.store.length)
         return self._states[key]
 
     def _begin(self, state: State, request: Request) -> None:
@@ -196,11 +198,11 @@ class Loop:
                 logits = self._step(feed.ids, feed.positions, mask, cache)
             else:
                 logits = self._prompt(feed.ids, feed.positions, mask, cache, feed.last)
-            state.advance(recipe.pick(state, logits[:, -1]), feed.length)
+            state.follow(recipe, logits[:, -1], feed.length)
 
         def step() -> None:
             logits = self._step(state.token, state.position, mask, cache)
-            state.advance(recipe.pick(state, logits[:, -1]), 1)
+            state.follow(recipe, logits[:, -1], state.one)
 
         reader = self.reader
         assert reader is not None

@@ -39,9 +39,14 @@ class Recipe:
         if self.numbers.setdefault(name, value) != value:
             raise NotOurs("there are two logits processors of one kind")
 
+    @property
+    def plain(self) -> bool:
+        """Whether the token of the largest logit is the one."""
+        return not self.sample and not self.steps
+
     def pick(self, state: State, logits: Tensor) -> Tensor:
         """The next token of each row, int64 [rows], from logits [rows, vocabulary]."""
-        if not self.sample and not self.steps:
+        if self.plain:
             return logits.argmax(-1)
         scores = logits.to(torch.float32)
         for step in self.steps:

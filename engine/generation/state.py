@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .sampling import Recipe
 
 NUMBERS = ("least", "least_new", "repetition_skip", "begin", "forced_last")
 
@@ -30,6 +34,7 @@ class State:
         self.ids, self.mask = integers(rows, slots), integers(rows, slots)
         self.token, self.position, self.skipped = integers(rows, 1), integers(rows, 1), integers(rows)
         self.count, self.made, self.pad = integers(), integers(), integers()
+        self.one = torch.ones((), dtype=torch.int64, device=device)
         self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
         self.board = integers(slots, rows + 1)
         self.columns = torch.arange(slots, device=device)
@@ -74,8 +79,12 @@ class State:
         """How many tokens end a row: part of what a step computes."""
         return 0 if self.ends is None else len(self.ends)
 
-    def advance(self, token: Tensor, fed: Tensor | int) -> None:
-        """Take the `token` [rows] that was picked after the model was fed `fed` tokens a row."""
+    def follow(self, recipe: Recipe, logits: Tensor, fed: Tensor) -> None:
+        """Pick a token of each row from `logits` [rows, vocabulary], and take it. `fed` []: tokens a row that the model was fed."""
+        self.advance(recipe.pick(self, logits), fed)
+
+    def advance(self, token: Tensor, fed: Tensor) -> None:
+        """Take the `token` [rows] that was picked."""
         if self.ends is not None:
             token = torch.where(self.finished, self.pad, token)
             self.finished.logical_or_((token[:, None] == self.ends).any(1))

@@ -162,7 +162,7 @@ def test_replaced_weights_and_moved_caches_are_recorded_anew(generator, stand):
     grown = generator.loop.store.grown
     launches(generator, prompt(4, 7), **how)  # more rows than any test here had: the memory moves
     assert generator.loop.store.grown == grown + 1
-    made, launched, plain = launches(generator, ids, **how)
+    made, _, plain = launches(generator, ids, **how)
     assert plain == 2 and torch.equal(made, eager(generator.model, ids, **how))
 
 

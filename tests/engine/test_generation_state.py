@@ -1,0 +1,113 @@
+"""The kernel that follows a step's logits computes what the state says in torch, under Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dsi.engine.generation
+import pytest
+import torch
+from dsi.engine.generation import gpu_state
+from dsi.engine.generation.gpu_state import GpuState
+from dsi.engine.generation.sampling import recipe
+from dsi.engine.generation.state import State
+
+from ..codegen.interpret import Interpreter
+
+SLOTS = 12
+SOURCE = (Path(dsi.engine.generation.__file__).parent / "advance_kernel.py").read_text()
+BUFFERS = ("ids", "token", "position", "finished", "board", "count", "made", "length")
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with Interpreter() as worker:
+        yield worker
+
+
+def states(rows, ends):
+    """Two states in the middle of the same generation."""
+    made = []
+    for kind in (State, GpuState):
+        state = kind(rows, SLOTS, torch.tensor(4))
+        state.begin(torch.arange(rows * 4).reshape(rows, 4), None, ends, 77, {})
+        state.position.copy_(torch.arange(rows)[:, None] + 3)
+        made.append(state)
+    return made
+
+
+def run(interpreter, state, logits, chosen, fed):
+    """One launch, whose results are put back into the state."""
+    grid, arguments, constants = state.launch(logits, chosen, fed)
+    after = interpreter.run(SOURCE, "advance", grid, arguments, constants)
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    kept = {id(tensor): tensor for tensor in tensors}
+    assert len(tensors) == len(after)
+    names = [
+        "scores",
+        "chosen",
+        "best",
+        "arrived",
+        "ids",
+        "token",
+        "position",
+        "finished",
+        "ends",
+        "pad",
+        "board",
+        "count",
+        "made",
+        "length",
+    ]
+    for name, before, value in zip(names, tensors, after, strict=False):
+        if name in (*BUFFERS, "best", "arrived"):
+            kept[id(before)].copy_(value)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_greedy_steps(interpreter, monkeypatch, rows, dtype):
+    monkeypatch.setattr(gpu_state, "PART", 16)  # several programs a row
+    g = torch.Generator().manual_seed(rows)
+    ends = torch.tensor([5, 30])
+    reference, ours = states(rows, ends)
+    plain, one = recipe([], sample=False), torch.tensor(1)
+    for step in range(5):
+        logits = torch.randn(rows, 41, generator=g).to(dtype)
+        if step == 1:
+            logits[:, 7] = logits[:, 23] = logits.max() + 1  # the first of equal ones
+        if step == 2:
+            logits[0] = -logits[0].abs() - 1
+            logits[0, 30] = 0.0  # the end of the first row; a zero of either sign is one number
+            logits[0, 35] = -0.0
+        if step == 3:
+            logits[-1, 39] = float("inf")
+        fed = one if step else torch.tensor(3)
+        reference.follow(plain, logits, fed)
+        run(interpreter, ours, logits, None, fed)
+        for name in BUFFERS:
+            assert torch.equal(getattr(ours, name), getattr(reference, name)), f"{name} after step {step}"
+        assert ours.arrived.item() == 0 and (ours.best == -(2**63)).all()
+    assert reference.finished[0] and reference.token[0] == 77
+
+
+@pytest.mark.parametrize("ends", [None, torch.tensor([9])])
+def test_chosen_tokens(interpreter, ends):
+    reference, ours = states(3, ends)
+    one = torch.tensor(1)
+    for chosen in ([9, 1, 2], [3, 9, 4], [5, 6, 9], [1, 2, 3]):
+        token = torch.tensor(chosen)
+        reference.advance(token, one)
+        run(interpreter, ours, None, token, one)
+        for name in BUFFERS:
+            assert torch.equal(getattr(ours, name), getattr(reference, name)), name
+    assert bool(reference.board[2, 3]) == (ends is not None), "the board says when all rows are at their end"
+
+
+def test_all_infinities_and_no_numbers(interpreter):
+    for value in (-float("inf"), float("nan")):
+        reference, ours = states(2, None)
+        logits = torch.full((2, 40), value)
+        reference.follow(recipe([], sample=False), logits, torch.tensor(1))
+        run(interpreter, ours, logits, None, torch.tensor(1))
+        assert torch.equal(ours.token, reference.token)
