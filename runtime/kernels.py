@@ -121,7 +121,8 @@ def _variants(spec: KernelSpec, key: str, device: str, cache: bool) -> Sequence[
 
     from dsi import codegen
 
-    figures, found = find_device(device), []
+    figures = find_device(device)
+    found: list[Kernel] = []
     for bucket in cost.buckets(spec.plan):
         choice = (winner(device, cache, key, bucket) if key else None) or untuned(spec, bucket, device, figures)
         found += codegen.generate(spec, choice=choice, device=figures)

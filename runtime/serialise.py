@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 from dsi.codegen.integers import Quotient, Remainder
-from dsi.codegen.kernel import Argument, Kernel, Launch, Workspace
+from dsi.codegen.kernel import Argument, Kernel, Launch, LibraryCall, View, Workspace
 from sympy.functions.elementary.piecewise import ExprCondPair
 from sympy.logic.boolalg import BooleanAtom
 from torch.utils._sympy import functions as torch_functions
@@ -67,19 +67,56 @@ def kernel_to_json(kernel: Kernel) -> dict[str, Any]:
         "max_rows": kernel.max_rows,
         "schedule": kernel.schedule,
         "workspaces": [{**asdict(workspace), "size": expression_to_json(workspace.size)} for workspace in kernel.workspaces],
-        "launches": [
-            {
-                "entry": launch.entry,
-                "arguments": [[a.kind, a.number, None if a.expr is None else expression_to_json(a.expr)] for a in launch.arguments],
-                "constants": launch.constants,
-                "grid": [expression_to_json(size) for size in launch.grid],
-                "num_warps": launch.num_warps,
-                "num_stages": launch.num_stages,
-                "options": launch.options,
-            }
-            for launch in kernel.launches
-        ],
+        "launches": [_step_to_json(launch) for launch in kernel.launches],
     }
+
+
+def _step_to_json(launch: Launch | LibraryCall) -> dict[str, Any]:
+    if isinstance(launch, LibraryCall):
+        return {
+            "function": launch.function,
+            "operands": [
+                [
+                    view.kind,
+                    view.number,
+                    *([expression_to_json(sympy.sympify(expr)) for expr in of] for of in (view.sizes, view.strides)),
+                    expression_to_json(sympy.sympify(view.offset)),
+                ]
+                for view in launch.operands
+            ],
+            "options": launch.options,
+        }
+    return {
+        "entry": launch.entry,
+        "arguments": [[a.kind, a.number, None if a.expr is None else expression_to_json(a.expr)] for a in launch.arguments],
+        "constants": launch.constants,
+        "grid": [expression_to_json(size) for size in launch.grid],
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "options": launch.options,
+    }
+
+
+def _step_from_json(value: dict[str, Any]) -> Launch | LibraryCall:
+    if "function" in value:
+        if value["function"] not in ("product", "attention"):
+            raise ValueError(f"unknown library function {value['function']!r}")
+        views = (
+            View(kind, number, *(tuple(map(expression_from_json, of)) for of in (sizes, strides)), expression_from_json(offset))
+            for kind, number, sizes, strides, offset in value["operands"]
+        )
+        return LibraryCall(value["function"], tuple(views), value["options"])
+    return Launch(
+        entry=value["entry"],
+        arguments=tuple(
+            Argument(kind, number, None if expr is None else expression_from_json(expr)) for kind, number, expr in value["arguments"]
+        ),
+        constants=value["constants"],
+        grid=tuple(expression_from_json(size) for size in value["grid"]),
+        num_warps=value["num_warps"],
+        num_stages=value["num_stages"],
+        options=value["options"],
+    )
 
 
 def kernel_from_json(value: dict[str, Any], source: str) -> Kernel:
@@ -88,21 +125,7 @@ def kernel_from_json(value: dict[str, Any], source: str) -> Kernel:
         name=value["name"],
         source=source,
         digest=value["digest"],
-        launches=tuple(
-            Launch(
-                entry=launch["entry"],
-                arguments=tuple(
-                    Argument(kind, number, None if expr is None else expression_from_json(expr))
-                    for kind, number, expr in launch["arguments"]
-                ),
-                constants=launch["constants"],
-                grid=tuple(expression_from_json(size) for size in launch["grid"]),
-                num_warps=launch["num_warps"],
-                num_stages=launch["num_stages"],
-                options=launch["options"],
-            )
-            for launch in value["launches"]
-        ),
+        launches=tuple(map(_step_from_json, value["launches"])),
         max_rows=value["max_rows"],
         schedule=value["schedule"],
         workspaces=tuple(

@@ -16,7 +16,7 @@ import sympy
 import torch
 from dsi.codegen import roofline
 from dsi.codegen.devices import Device
-from dsi.codegen.kernel import Choice, Kernel
+from dsi.codegen.kernel import Choice, Kernel, Launch, LibraryCall, View
 from dsi.ir import tile as t
 from dsi.ir.errors import refuse
 from dsi.ir.kernel_spec import within
@@ -139,14 +139,18 @@ def at_sizes(kernel: Kernel, assumed: Assumed) -> Kernel:
     def fixed(expr: sympy.Expr) -> sympy.Integer:
         return sympy.Integer(number(expr, assumed))
 
-    launches = tuple(
-        dataclasses.replace(
-            launch,
-            grid=tuple(map(fixed, launch.grid)),
-            arguments=tuple(a if a.expr is None else dataclasses.replace(a, expr=fixed(a.expr)) for a in launch.arguments),
+    def view(seen: View) -> View:
+        return dataclasses.replace(
+            seen, sizes=tuple(map(fixed, seen.sizes)), strides=tuple(map(fixed, seen.strides)), offset=fixed(sympy.sympify(seen.offset))
         )
-        for launch in kernel.launches
-    )
+
+    def step(launch: Launch | LibraryCall) -> Launch | LibraryCall:
+        if isinstance(launch, LibraryCall):
+            return dataclasses.replace(launch, operands=tuple(map(view, launch.operands)))
+        arguments = tuple(a if a.expr is None else dataclasses.replace(a, expr=fixed(a.expr)) for a in launch.arguments)
+        return dataclasses.replace(launch, grid=tuple(map(fixed, launch.grid)), arguments=arguments)
+
+    launches = tuple(map(step, kernel.launches))
     spaces = tuple(dataclasses.replace(space, size=fixed(space.size)) for space in kernel.workspaces)
     return dataclasses.replace(kernel, launches=launches, workspaces=spaces, max_rows=None)
 
