@@ -11,6 +11,8 @@ from torch import nn
 
 from .config import InferenceConfig
 from .errors import warn
+from .generation.compiled import compiled, loudly
+from .generation.progress import compiling
 
 
 class InferenceEngine(nn.Module):
@@ -100,8 +102,7 @@ def _runners(module: nn.Module, config: InferenceConfig, device: torch.device) -
         return module, module.generate if generates else None
     graphs = device.type == "cuda" and config.enable_cuda_graph
     if not generates:
-        recorded = {"mode": "reduce-overhead", "cuda_graphs": True} if graphs else {}
-        return torch.compile(module, backend="dsi", options=recorded | config.options), None
+        return _compiled(module, ({"mode": "reduce-overhead"} if graphs else {}) | config.options), None
     from .generation import Generator
 
     # The loop owns every buffer that a recorded graph reads, so that there graphs are the rule and False the exception.
@@ -114,3 +115,21 @@ def _runners(module: nn.Module, config: InferenceConfig, device: torch.device) -
         cuda_graph=wanted,
     )
     return generator.forward, generator.generate
+
+
+def _compiled(module: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    """`module`, compiled for this engine alone. A call with too many shapes is an error: Dynamo would go on uncompiled in silence."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    run = compiled(forward, options, whole=False)
+    called = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal called
+        new, called = not called, True
+        with loudly(), compiling("forward", new):
+            return run(*args, **kwargs)
+
+    return call

@@ -1,4 +1,4 @@
-"""Keys of init_inference: names, aliases, defaults and spellings; what is unknown, contradictory or without effect; mistakes change nothing."""
+"""Keys of init_inference: names, aliases, defaults, spellings; the unknown, the contradictory, the idle; mistakes change nothing."""
 
 import copy
 import json

@@ -4,6 +4,8 @@ import copy
 import gc
 import inspect
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -289,3 +291,21 @@ def test_spread_weights_are_refused(monkeypatch):
     monkeypatch.setattr(module, "parameters", lambda *a, **k: iter([module.up.weight, fake]))
     with pytest.raises(ConfigError, match="weights of Mlp are spread over cpu, cuda:1"):
         init_inference(module, **INJECT)
+
+
+def test_many_engines_of_one_class_and_many_shapes_stay_compiled():
+    """Dynamo counts compiled forms by code object, and past its limit goes on uncompiled in silence."""
+    for width in range(3, 15):
+        module = nn.Sequential(nn.Linear(6, width), nn.ReLU())
+        engine = init_inference(module, **INJECT)
+        with collecting() as contexts:
+            engine(torch.randn(2, 6, device=engine.device))
+        assert contexts
+
+
+def test_no_transformers_is_needed_for_a_module_of_ones_own():
+    program = "import sys; sys.modules['transformers'] = None\nimport dsi, torch\n"
+    program += "engine = dsi.init_inference(torch.nn.Linear(4, 4), dtype='fp32', replace_with_kernel_inject=True, "
+    program += "options={'executor': 'reference'}, keep_module_on_host=True)\nprint(engine(torch.randn(2, 4)).shape)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "torch.Size([2, 4])\n", done.stderr
