@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from dsi.ir.context import Context
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.tolerances import TOLERANCES, disagreement
 from dsi.passes.lift import may_write
@@ -20,13 +22,14 @@ def reference_of(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
 
-def beside(compiled: Callable[..., Any], reference: fx.GraphModule) -> Callable[..., Any]:
+def beside(compiled: Callable[..., Any], reference: fx.GraphModule, context: Context) -> Callable[..., Any]:
     """`compiled`, which after each call raises `DsiInternalError` unless `reference` gives the same results and writes the same to its
     inputs.
 
     A result in a wide dtype is held to the tolerance of the coarsest dtype that its values were rounded to. An integer or bool that was
     chosen by comparing floats (a greedy token, a mask) may turn where two of them nearly tie: a few such places are a warning.
-    The reference runs on copies of all inputs that keep their aliasing, so memory for a second model is needed.
+    The reference runs on copies of all inputs that keep their aliasing, so memory for a second model is needed. Where the compiled graph
+    reads a weight as int8, the reference computes with what that int8 stands for.
     """
     placeholders = reference.graph.find_nodes(op="placeholder")
     (output,) = reference.graph.find_nodes(op="output")
@@ -39,7 +42,7 @@ def beside(compiled: Callable[..., Any], reference: fx.GraphModule) -> Callable[
     def checked(*args: Any) -> Any:
         copies = clone_inputs(args)
         results = compiled(*args)
-        expected = reference(*copies)
+        expected = _with_rounded_weights(reference, args, copies, context)
         for node, value, wanted in zip(placeholders, args, copies, strict=True):
             _compare(f"after the call, the input {node.name}", value, wanted, everything)
         leaves = zip(pytree.tree_leaves(results), pytree.tree_leaves(expected), returned, strict=True)
@@ -48,6 +51,28 @@ def beside(compiled: Callable[..., Any], reference: fx.GraphModule) -> Callable[
         return results
 
     return checked
+
+
+_LOOKUPS = (F.embedding, torch.ops.aten.embedding.default)
+
+
+def _with_rounded_weights(reference: fx.GraphModule, args: Sequence[Any], copies: list[Any], context: Context) -> Any:
+    """`reference` of `copies`, except that linears read what int8 makes of their weights. A table that an embedding reads is as it was."""
+    rounded = {}
+    if context.dequantised is not None:
+        found = [context.dequantised(value) if isinstance(value, torch.Tensor) else None for value in args]
+        rounded = {id(new): (old, new) for old, new in zip(copies, found, strict=True) if new is not None}
+        copies = [old if new is None else new for old, new in zip(copies, found, strict=True)]
+    if not rounded:
+        return reference(*copies)
+
+    class Run(fx.Interpreter):
+        def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            if target in _LOOKUPS:
+                args, kwargs = pytree.tree_map(lambda value: rounded[id(value)][0] if id(value) in rounded else value, (args, kwargs))
+            return super().call_function(target, args, kwargs)
+
+    return Run(reference).run(*copies)
 
 
 def _floats_before(graph: fx.Graph) -> dict[fx.Node, frozenset[torch.dtype]]:

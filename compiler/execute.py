@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsi.ir.context import Context
+from dsi.runtime.packs import Packed, take_out
 from torch import fx
 
 
@@ -13,6 +14,16 @@ def compile_graph(
     gm: fx.GraphModule, fake_inputs: Sequence[Any], context: Context, *, as_it_is: bool = False
 ) -> Callable[[list[Any]], Any]:
     """A boxed callable that runs `gm`. `as_it_is`: node by node, because another order or another kernel would change its meaning."""
+    if not as_it_is:
+        wanted, inputs = take_out(gm, fake_inputs)
+        if wanted:
+            packed = Packed(_compile(gm, inputs, context), wanted)
+            context.dequantised = packed.dequantised
+            return packed
+    return _compile(gm, fake_inputs, context, as_it_is)
+
+
+def _compile(gm: fx.GraphModule, fake_inputs: Sequence[Any], context: Context, as_it_is: bool = False) -> Callable[[list[Any]], Any]:
     # Imported when needed: a CPU has no use for the CUDA executor, nor a GPU for Inductor's C++.
     if as_it_is or context.options.executor == "reference":
         from dsi.runtime.reference import compile_reference

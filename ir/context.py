@@ -12,6 +12,17 @@ from .errors import Refusal
 from .region import Region
 
 
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight that int8 stands in for: its name and shape in the model, the number format, bytes as the model has it and in int8."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    before: int
+    after: int
+
+
 @dataclass
 class Report:
     """What happened to one graph: counts, regions, and every reason why something was left alone."""
@@ -20,6 +31,8 @@ class Report:
     misses: dict[str, Refusal] = field(default_factory=dict)  # rule name -> nearest miss, for rules that fired 0 times
     regions: list[Region] = field(default_factory=list)
     unfused: list[Refusal] = field(default_factory=list)  # operators left to ATen, and why
+    quantised: list[QuantisedWeight] = field(default_factory=list)
+    kept: list[Refusal] = field(default_factory=list)  # weights that stay as they are where the options ask for int8, and why
     notes: list[str] = field(default_factory=list)  # what a user should know: steps aside, cache-sized copies, fallbacks
     custom: Counter[str] = field(default_factory=Counter)  # operator of a user's own (ir/custom.py) -> nodes that call it
     seconds: dict[str, float] = field(default_factory=dict)  # part of the compilation -> seconds spent in it
@@ -49,8 +62,10 @@ class Context:
     options: Any  # dsi.ir.options.Options
     report: Report = field(default_factory=Report)
     fuel: Fuel = field(default_factory=Fuel)
+    weights: dict[str, str] = field(default_factory=dict)  # placeholder that keeps its place between calls -> its name in the model
     fake_mode: Any = None  # the tracing fake mode; set before the first ATen-level stage
     device: str = "cpu"  # device type that the graph runs on
+    dequantised: Callable[[Any], Any] | None = None  # weight -> what the compiled graph computes with instead, None for the weight itself
     artifacts: dict[str, str] = field(default_factory=dict)  # relative path -> text, e.g. "kernels/<name>.py"
     listener: Callable[[str, str], None] | None = None  # told of each artifact as it is made; the dump and torch's trace
 

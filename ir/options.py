@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .errors import DsiError
 
@@ -32,11 +33,47 @@ class Options(BaseModel):
     tuning: float = Field(
         60.0, ge=0, description='Seconds that the "max-autotune" modes may spend on trying kernels on the device, in one compilation.'
     )
+    dtype: Literal["int8"] | None = Field(None, description="'int8': linears read their weights as int8 with scales (docs/int8.md).")
+    activations: Literal["int8"] | None = Field(
+        None, description="'int8': linears of int8 weights round each row of their input to int8, too (W8A8)."
+    )
+    group_size: Literal[0, 32, 64, 128, 256] = Field(0, description="With dtype='int8': entries along K with one scale; 0: a scale a row.")
+    quantize_groups: int | None = Field(
+        None, ge=1, description="With dtype='int8': flat row-major groups of a weight, as DeepSpeed counts them, instead of group_size."
+    )
+    mlp_extra_grouping: bool = Field(False, description="Twice the quantize_groups where a linear feeds an activation or is fed by one.")
+    quantize_skip: tuple[str, ...] = Field(
+        (), description="With dtype='int8': weights or modules that stay as they are, by name ('*.lm_head')."
+    )
+    tied_head: Literal["int8", "keep"] = Field(
+        "int8", description="With dtype='int8': whether a head that shares its weight with the embedding reads an int8 copy of it."
+    )
     rules: tuple[Any, ...] = Field((), description="Further rules (dsi.Rule classes) for this compilation.")
     cache: bool = Field(True, description="Whether kernels and choices are cached on disk (environment: DSI_CACHE=0).")
     executor: Literal["auto", "reference"] = Field(
         "auto", description="'auto': by device. 'reference': every operator runs as its reference, for checking; never fast."
     )
+
+    @field_validator("dtype", "activations", mode="before")
+    @classmethod
+    def _int8(cls, value: Any) -> Any:
+        return "int8" if value == torch.int8 else value
+
+    @field_validator("quantize_skip", mode="before")
+    @classmethod
+    def _patterns(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _number_format(self) -> Options:
+        if self.quantize_groups is not None and self.group_size:
+            raise ValueError("quantize_groups and group_size are two ways to group a weight; give one of them")
+        if self.mlp_extra_grouping and self.quantize_groups is None:
+            raise ValueError("mlp_extra_grouping doubles quantize_groups, which is not given")
+        needs = [key for key in ("group_size", "quantize_groups", "quantize_skip") if getattr(self, key)]
+        if needs and self.dtype != "int8":
+            raise ValueError(f"{', '.join(needs)} say{'s' if len(needs) == 1 else ''} how weights become int8, which dtype='int8' asks for")
+        return self
 
     @classmethod
     def parse(cls, options: dict[str, Any] | None = None, mode: str | None = None) -> Options:
@@ -70,6 +107,8 @@ def _sentence(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, known, 1, 0.4)
             parts.append(f"unknown option {key!r}{f'; did you mean {near[0]!r}?' if near else ''} (known: {', '.join(known)})")
+        elif not key:
+            parts.append(item["msg"].removeprefix("Value error, "))
         else:
             parts.append(f"option {key!r} = {item.get('input')!r}: {item['msg'].lower()}")
     return "dsi: " + "; ".join(parts)

@@ -59,9 +59,10 @@ def lower(gm: fx.GraphModule, context: Context) -> None:
         if isinstance(region := node.meta.get("region"), Region) and region.plan is not None:
             constants = frozenset(n for n, arg in enumerate(node.args) if isinstance(arg, fx.Node) and _is_constant(arg, written))
             region.spec = analysis.kernel_spec(region.name, region.body, region.plan, constants)
+            region.spec.library = context.options.library
             if region.key:
-                # Equal bodies are not served by one kernel where other inputs are constants.
-                region.key += f"-{sum(1 << number for number in constants):x}"
+                # Equal bodies are not served by one kernel where other inputs are constants, or other kernels are allowed.
+                region.key += f"-{sum(1 << number for number in constants):x}{'' if context.options.library else '-own'}"
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
@@ -84,9 +85,10 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _is_constant(node: fx.Node, written: set[fx.Node]) -> bool:
-    """Whether no region of the graph writes the memory of a value: a parameter, say."""
+    """Whether no region of the graph writes the memory of a value: a parameter, say, or its int8 pack."""
     base = _base(node)
-    return base not in written and (base.op in ("placeholder", "get_attr") or base.target is not operator.getitem)
+    result = base.target is operator.getitem and _region_of(base.args[0]) is not None
+    return base not in written and (base.op in ("placeholder", "get_attr") or not result)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from .fuse import fuse
 from .lift import lift
 from .lower import lower
 from .normalise import normalise
+from .quantise import quantise
 from .recognise import recognise
 
 
@@ -39,16 +40,12 @@ def shard(gm: fx.GraphModule, context: Context) -> None:
     """Tensor parallelism's place in the pipeline: at one rank there is nothing to cut."""
 
 
-def quantise(gm: fx.GraphModule, context: Context) -> None:
-    """The place of number formats in the pipeline: without a quantised dtype every weight stays as it is."""
-
-
 PIPELINE: tuple[Stage, ...] = (
     Stage("lift", "dynamo", lift),
     Stage("shard", "dynamo", shard),
     Stage("normalise", "aten", normalise, "aten"),
     Stage("recognise", "aten", recognise, "aten"),
+    Stage("quantise", "aten", quantise, "aten"),
     Stage("fuse", "aten", fuse, "regions"),
-    Stage("quantise", "regions", quantise, "regions"),
     Stage("lower", "regions", lower, "lowered"),
 )

@@ -18,6 +18,7 @@ from dsi.ir.region import Region
 from torch import Tensor, fx
 
 from . import inductor_api
+from .cpu_int8 import linear_int8
 
 
 class Provenance(NamedTuple):
@@ -113,7 +114,7 @@ def _four_dimensional(mask: Tensor) -> Tensor:
     return mask[(None,) * (4 - mask.dim())]
 
 
-CPU_EXPANSIONS: Mapping[str, Callable[..., Any]] = {"attention": attention}
+CPU_EXPANSIONS: Mapping[str, Callable[..., Any]] = {"attention": attention, "linear_int8": linear_int8}
 
 
 def expansion(target: Any, table: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from dsi.ir.context import Context
 from dsi.ir.custom import custom_of
 from dsi.ir.errors import Refusal
 from dsi.ir.source import source_line
+from dsi.quantize.ops import quantize_weight
 from torch import fx
 
 from .convexity import Partition, Piece
@@ -74,7 +75,7 @@ def _report_leftovers(partition: Partition, context: Context) -> None:
     for node in flow.core:
         if node.op != "call_function" or not _has_tensors(node) or node in partition.provider or not partition.needed(node):
             continue
-        if is_effect(node) or node.target is operator.getitem:
+        if is_effect(node) or node.target in (operator.getitem, quantize_weight):
             continue
         if (own := custom_of(node.target)) is not None:
             context.report.custom[own.name] += 1  # it is left to the kernel that its user gave
