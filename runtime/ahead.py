@@ -12,6 +12,7 @@ import torch
 from dsi.ir.region import Region
 
 from .launch import GeneratedKernel
+from .launcher import start_driver
 from .sizes import Environment, Sizes
 
 log = logging.getLogger("dsi.runtime")
@@ -33,6 +34,7 @@ def compile_ahead(made: Sequence[Made], sizes: Environment, device: torch.device
         except Exception as error:
             log.debug("dsi: %s cannot be compiled ahead: %s", region.name, error)
 
+    start_driver()
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         list(pool.map(compile, jobs.values()))
 

@@ -145,3 +145,10 @@ def current_stream(device: torch.device) -> Callable[[], int] | None:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     return functools.partial(raw, index)
+
+
+def start_driver() -> None:
+    """Has Triton load its driver, which is not made to be loaded by several threads at once."""
+    from triton.runtime import driver
+
+    driver.active.get_current_device()

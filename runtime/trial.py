@@ -24,10 +24,12 @@ from dsi.ir.kernel_spec import within
 from dsi import codegen
 
 from .cache import DiskCache
+from .graphs import CudaRecorder
 from .kernels import KernelSet
 from .launch import GeneratedKernel
+from .launcher import start_driver
 from .sizes import Sizes
-from .workspaces import recording, stream_of
+from .workspaces import stream_of
 
 Assumed = Mapping[sympy.Symbol, int]
 Data = tuple[list[Any], list[torch.Tensor]]  # inputs and outputs of one launch
@@ -66,6 +68,7 @@ class DeviceTrials:
     def __init__(self, device: torch.device, figures: Device):
         self.device = device
         self.figures = figures
+        start_driver()
         self._disk = DiskCache("trials", enabled=False)  # sources of choices that do not win are no use to anyone
 
     def compile(self, subject: Subject, choice: Choice) -> Candidate:
@@ -111,17 +114,15 @@ class DeviceTrials:
         one = self._seconds(lambda: run(1))
         launches = min(max(math.ceil(TIMING / max(one, 1e-7)), SHORTEST), LONGEST)
         launches = math.ceil(launches / len(data)) * len(data)
-        graph, stream, place = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device), stream_of(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), recording(place):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                for number in range(launches):
-                    run(number)
-            finally:
-                graph.capture_end()
-        graph.replay()
-        return graph.replay, launches
+
+        def run_all() -> tuple[()]:
+            for number in range(launches):
+                run(number)
+            return ()
+
+        replay, _ = CudaRecorder().record(run_all, stream_of(self.device))
+        replay()
+        return replay, launches
 
     def _seconds(self, run: Callable[[], Any]) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dsi.codegen.kernel import Kernel, digest_of
 from dsi.ir.errors import Refusal, refuse
-from dsi.runtime import inductor_api
+from dsi.runtime import ahead, inductor_api
 from dsi.runtime.ahead import compile_ahead, sizes_now
 from dsi.runtime.cpu import compile_cpu
 from dsi.runtime.cuda import generated_kernels, why_not_graphed
@@ -290,6 +290,7 @@ class Compiles:
 
 def test_each_kernel_is_compiled_once_ahead_of_the_first_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(ahead, "start_driver", lambda: None)
     outer, _ = decode_layer(layer_inputs(3, 7, 29, 5), (3, 7))
     sizes = Sizes(outer.fakes)
     now = sizes_now(sizes, outer.fakes)
@@ -302,6 +303,7 @@ def test_each_kernel_is_compiled_once_ahead_of_the_first_call(monkeypatch):
 
 def test_what_cannot_be_compiled_ahead_fails_at_its_launch_not_before(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(ahead, "start_driver", lambda: None)
     outer, _ = decode_layer(layer_inputs(2, 1, 32, 5))
     broken = Compiles("broken")
     compile_ahead([(outer.regions[2], broken)], (), torch.device("cuda"))
