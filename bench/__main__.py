@@ -210,5 +210,33 @@ def compile_command(
         compile_time.run(shared, models(cases, decoders=True), count, room)
 
 
+@app.command("generate")
+def generate_command(
+    cases: Annotated[str, typer.Option(help="Models, by commas: shapes, or smollm2 (the real one). Left out: as the device allows.")] = "",
+    against: Annotated[str, typer.Option("--against", "--sides", help="Ways to generate, by commas (bench/generation.py).")] = "eager,static,dsi",
+    new: Annotated[int, typer.Option(min=2, help="Tokens that are made.")] = 128,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts.")] = 1,
+    layers: Layers = None,
+    blocks: Blocks = 3,
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+) -> None:
+    """Text made by the engine beside transformers' generate, eager and with its static cache compiled."""
+    from bench import generation
+
+    shared = settings("eager", blocks, dtype, small, budget, json)
+    names = cases or ("gpt2,smollm2-135m,llama-3-8b" if shared.device == "cuda" else generation.REAL)
+    if unknown := [side for side in against.split(",") if side not in generation.SIDES]:
+        raise typer.BadParameter(f"unknown way {', '.join(unknown)}; known: {', '.join(generation.SIDES)}")
+    known = [name for name in names.split(",") if name != generation.REAL]
+    if known:
+        models(",".join(known), decoders=True)
+    new, length = (min(new, 12), min(length, 9)) if small else (new, length)
+    generation.run(shared, names.split(","), against.split(","), new, length, batch, layers)
+
+
 if __name__ == "__main__":
     app()

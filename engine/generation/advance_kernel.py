@@ -15,7 +15,7 @@ def advance(
     vocabulary, row_stride, rows, slots,
     PICKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """With PICKS, programs = rows * PARTS, each looking at BLOCK of a row's `scores` [rows, vocabulary]; else one, and `chosen` [rows] holds
+    """With PICKS: rows * PARTS programs, each looking at BLOCK of a row's `scores` [rows, vocabulary]; else one, and `chosen` [rows] holds
     the tokens. The program that arrives last does the rest. `best` [rows] and `arrived` [1] are left as they were found: LEAST and 0."""
     if PICKS:
         row, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS

@@ -31,7 +31,7 @@ class GpuState(State):
         advance[grid](*arguments, **constants, num_warps=8)
 
     def launch(self, logits: Tensor | None, chosen: Tensor | None, fed: Tensor) -> tuple[tuple[int], list[Any], dict[str, Any]]:
-        """(grid, arguments, constants) of the kernel: the tokens of the largest `logits` [rows, vocabulary], or those in `chosen` [rows]."""
+        """(grid, arguments, constants) of the kernel, for the largest of `logits` [rows, vocabulary] or the tokens in `chosen` [rows]."""
         parts, sizes = 1, (0, 0)
         if logits is not None:
             logits = logits if logits.stride(1) == 1 else logits.contiguous()

@@ -85,6 +85,7 @@ class Loop:
     _compiled: set[Hashable] = field(default_factory=set)
     _weights: Hashable = None
     last_step: Hashable = None  # the key of the decode step that was run last
+    _began: tuple[State, list[tuple[Tensor, int]], int] | None = None
     taken: int = 0  # tokens of a row that the request under way, or the last one, has got
 
     def __post_init__(self) -> None:
@@ -129,6 +130,21 @@ class Loop:
         tensors = [*model.parameters(), *model.buffers()]
         return tuple(id(part) for part in model.modules()), tuple(tensor.data_ptr() for tensor in tensors)
 
+    def measured(self) -> tuple[Callable[[], None], Callable[[], None], int] | None:
+        """For benchmarks: what launches the last decode step once more, what sets its counters back to where the last request began to
+        decode, and how often it may be launched in between. None where it was not recorded."""
+        replay = self.steps.replay(self.last_step) if self.last_step is not None else None
+        if replay is None or self._began is None:
+            return None
+        state, counters, room = self._began
+
+        def rewind() -> None:
+            for counter, value in counters:
+                counter.fill_(value)
+            state.finished.zero_()
+
+        return replay, rewind, room
+
     # ------------------------------------------------------------------------------------------------------------------- buffers
 
     def _cache(self, rows: int, total: int) -> Cache:
@@ -160,6 +176,8 @@ class Loop:
         state.length.fill_(request.held)
         if recipe.skipped is not None:
             state.skipped.copy_(recipe.skipped)
+        counters = [(state.count, request.ids.shape[1] + 1), (state.made, 1), (state.length, request.held + request.fed)]
+        self._began = state, counters, request.limit - 1
 
     def _feed(self, state: State, request: Request) -> _Feed:
         """The prompt, padded behind its end: no token sees what comes after it, and what is generated overwrites it."""

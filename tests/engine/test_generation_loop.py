@@ -154,7 +154,7 @@ def test_replaced_weights_and_moved_caches_are_recorded_anew(generator, stand):
     weight = generator.model.lm_head.weight
     generator.model.lm_head.weight = torch.nn.Parameter(weight.flip(0).contiguous())
     try:
-        made, launched, plain = launches(generator, ids, **how)
+        made, _, plain = launches(generator, ids, **how)
         assert plain == 2 and torch.equal(made, eager(generator.model, ids, **how))
     finally:
         generator.model.lm_head.weight = weight
