@@ -120,6 +120,8 @@ class _Builder:
         self.program = Program(0, sizes)
         self.kernels = kernels
         self.table = table
+        self.copies: list[tuple[int, int]] = []  # the slots (to, from) of the last step, if it copies results to inputs
+        self.copied: tuple[Any, ...] = ()  # the dtype and device of these
         self.begun = False  # whether a kernel of a region is launched before what comes next, whatever the sizes are
 
     def build(self, gm: fx.GraphModule) -> Program:
@@ -156,6 +158,10 @@ class _Builder:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and isinstance(slots[node.args[0]], list):
             slots[node] = slots[node.args[0]][node.args[1]]
             return
+        if node.target is torch.ops.aten.copy_.default and region is None and self.copied_at_once(node):
+            self.copy(node, slots)
+            return
+        self.copies = []
         function = function or expansion(node.target, self.table)
         names: dict[str, Any] = {"function": function}
         reads: list[int] = []
@@ -189,7 +195,42 @@ class _Builder:
         text = f"{inside}%{slots[node]} = {'dsi.kv_write_' if function is write_in_place else _name(node.target)}({call('%{}')})"
         self.program.steps.append(Step(run, text, tuple(reads), (slots[node],)))
 
+    def copied_at_once(self, node: fx.Node) -> bool:
+        """Whether a copy may be made together with others: of a kernel's result, which shares no memory with what any of them writes."""
+        into, source = node.args[:2]
+        if (
+            len(node.args) != 2
+            or node.kwargs
+            or not isinstance(source, fx.Node)
+            or not isinstance(into, fx.Node)
+            or into.op != "placeholder"
+        ):
+            return False
+        call = source.args[0] if source.target is operator.getitem else None
+        if not isinstance(call, fx.Node) or call.op != "call_module" or source.args[1] in region_of(call).in_place:
+            return False
+        one, other = into.meta["val"], source.meta["val"]
+        return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+
+    def copy(self, node: fx.Node, slots: dict[fx.Node, Any]) -> None:
+        """Adds a copy to the last step, if that copies, too: the lengths of a cache's layers are one launch, not one each."""
+        into, kind = slots[node.args[0]], (node.args[0].meta["val"].dtype, node.args[0].meta["val"].device)  # type: ignore[union-attr]
+        if self.copies and self.copied == kind and into not in {other for other, _ in self.copies}:
+            self.program.steps.pop()
+        else:
+            self.copies, self.copied = [], kind
+        self.copies.append((into, slots[node.args[1]]))
+        sides = [[pair[side] for pair in self.copies] for side in (0, 1)]
+
+        def lists(slot: str) -> str:
+            return ", ".join(f"[{', '.join(map(slot.format, side))}]" for side in sides)
+
+        run = define(f"copy({lists(CODE)})", {"copy": torch._foreach_copy_})
+        self.program.steps.append(Step(run, f"copy {lists('%{}')}", (*sides[0], *sides[1])))
+        slots[node] = into
+
     def region(self, region: Region, arguments: list[Any], node: fx.Node) -> list[Any]:
+        self.copies = []
         values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
         kernel = self.kernels(region, values, self.program.sizes, self.begun and _constants_are_inputs(region, node))
         if kernel is None:

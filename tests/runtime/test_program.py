@@ -228,6 +228,66 @@ def test_a_size_that_no_input_gives_is_an_internal_error():
         Sizes([]).compile(A * 2)
 
 
+# ------------------------------------------------------------------------------------------------------------ copies at the end
+
+COPY = torch.ops.aten.copy_.default
+
+
+def lengths(*dtypes):
+    """Counters that a region adds one to, and copies back; gives the outer graph, the counters and the results."""
+    outer = Outer()
+    counters = [outer.input(f"n{number}", torch.tensor(number).to(dtype)) for number, dtype in enumerate(dtypes)]
+    results = outer.region("add", lambda *n: tuple(value + 1 for value in n), *counters, kind="row")
+    return outer, counters, results
+
+
+def copies(program):
+    return [step.text for step in program.steps if "copy" in step.text]
+
+
+@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
+def test_the_lengths_of_all_layers_are_written_at_once(kernels):
+    outer, counters, results = lengths(*[torch.int64] * 3)
+    returned = [outer.call(COPY, *pair) for pair in zip(counters, results, strict=True)]
+    program = build(outer.finish(returned[1]), outer.fakes, kernels)
+    assert len(copies(program)) == 1
+    given = [torch.tensor(5), torch.tensor(7), torch.tensor(9)]
+    (found,) = program(list(given))
+    assert [int(value) for value in given] == [6, 8, 10] and found is given[1]
+
+
+def test_counters_of_two_dtypes_are_two_copies():
+    outer, counters, results = lengths(torch.int64, torch.int32, torch.int32)
+    for pair in zip(counters, results, strict=True):
+        outer.call(COPY, *pair)
+    program = build(outer.finish(results[0]), outer.fakes, reference_kernels)
+    assert len(copies(program)) == 2
+    given = [torch.tensor(5), torch.tensor(7, dtype=torch.int32), torch.tensor(9, dtype=torch.int32)]
+    program(list(given))
+    assert [int(value) for value in given] == [6, 8, 10]
+
+
+def test_a_copy_of_what_another_copy_writes_comes_after_it():
+    outer, counters, results = lengths(torch.int64, torch.int64)
+    outer.call(COPY, counters[0], results[0])
+    outer.call(COPY, counters[1], counters[0])  # the new value
+    outer.call(COPY, counters[0], results[1])  # written twice
+    program = build(outer.finish(results[0]), outer.fakes, reference_kernels)
+    given = [torch.tensor(5), torch.tensor(70)]
+    program(list(given))
+    assert [int(value) for value in given] == [71, 6] and len(copies(program)) == 3
+
+
+def test_an_input_that_is_written_twice_keeps_the_last_value():
+    outer, counters, results = lengths(torch.int64, torch.int64)
+    outer.call(COPY, counters[0], results[0])
+    outer.call(COPY, counters[0], results[1])
+    program = build(outer.finish(results[0]), outer.fakes, reference_kernels)
+    given = [torch.tensor(5), torch.tensor(70)]
+    program(list(given))
+    assert int(given[0]) == 71 and len(copies(program)) == 2
+
+
 # ------------------------------------------------------------------------------------ what may start before the kernel before it ends
 
 
