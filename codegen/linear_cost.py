@@ -126,7 +126,7 @@ def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int])
         evaluate(traffic(spec), assumed),
         plan.x_dtype.itemsize,
         tuple(cuts),
-        any(window.kn for segment in plan.segments for window in segment.windows),
+        any(_across(spec.inputs[window.weight], window) for segment in plan.segments for window in segment.windows),
         tuple(reduction.kind for reduction in plan.reductions),
         frozenset(schedule for schedule in STEP if deferred_norm(plan, schedule) is not None),
         isinstance(plan.x, t.Load),
@@ -136,6 +136,12 @@ def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int])
         _joined(plan),
         plan.x_dtype.itemsize >= 4,
     )
+
+
+def _across(weight: t.Tensor, window: t.WeightWindow) -> bool:
+    """Whether what lies side by side in memory are a weight's columns (it may be a transposed view)."""
+    down, along = weight.strides[0 if window.kn else 1], weight.strides[1 if window.kn else 0]
+    return down != 1 and along == 1
 
 
 def held_lanes(plan: t.LinearPlan) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsi.engine.config import InferenceConfig
     from dsi.engine.errors import ConfigError
     from dsi.engine.inference import init_inference
+    from dsi.engine.layout import lay_out
     from dsi.engine.wrapper import InferenceEngine
     from dsi.ir.context import Report
     from dsi.ir.custom import CustomOp, custom_op
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from dsi.ir.options import Options
     from dsi.patterns.rule import Rule
     from dsi.patterns.verify import VerificationError, verify
+    from dsi.quantize.files import load_quantised, save_quantised
+    from dsi.quantize.model import quantise_model
+    from dsi.runtime.packs import refresh
 
 _HOMES = {
     "Options": "dsi.ir.options",
@@ -40,9 +44,14 @@ _HOMES = {
     "Explanation": "dsi.compiler.explain",
     "explain": "dsi.compiler.explain",
     "init_inference": "dsi.engine.inference",
+    "lay_out": "dsi.engine.layout",
     "InferenceConfig": "dsi.engine.config",
     "InferenceEngine": "dsi.engine.wrapper",
     "ConfigError": "dsi.engine.errors",
+    "quantise_model": "dsi.quantize.model",
+    "save_quantised": "dsi.quantize.files",
+    "load_quantised": "dsi.quantize.files",
+    "refresh": "dsi.runtime.packs",
 }
 
 __all__ = [
@@ -61,7 +70,12 @@ __all__ = [
     "custom_op",
     "explain",
     "init_inference",
+    "lay_out",
+    "load_quantised",
+    "quantise_model",
+    "refresh",
     "register",
+    "save_quantised",
     "unregister",
     "verify",
 ]

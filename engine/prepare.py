@@ -10,6 +10,7 @@ from torch import nn
 from .config import InferenceConfig
 from .dtypes import cast, check_castable
 from .errors import ConfigError, warn
+from .layout import lay_out
 from .policy import check_policy
 from .quantised import quantise, quantiser
 
@@ -64,6 +65,8 @@ def prepare(module: nn.Module, config: InferenceConfig, device: torch.device) ->
         module.to(device)
     if config.dtype == torch.int8:
         quantise(module, config.quantization_setting)
+    if device.type == "cuda" and config.replace_with_kernel_inject:
+        lay_out(module)
 
 
 def _gpu() -> torch.device:
