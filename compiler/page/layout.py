@@ -35,17 +35,23 @@ class Layout:
     height: float = 0.0
 
 
-def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Iterable[tuple[str, str]], groups: Iterable[Sequence[str]] = ()) -> Layout:
+def lay_out(
+    sizes: Mapping[str, tuple[float, float]],
+    edges: Iterable[tuple[str, str]],
+    groups: Iterable[Sequence[str]] = (),
+    alone: bool = False,
+) -> Layout:
     """Places nodes of the given (width, height) in layers from top to bottom. Raises `ValueError` if the edges form a circle.
 
-    What a group reads stands above all of the group and what reads it below, so that a frame around it holds nothing else.
+    What a group reads stands above all of the group and what reads it below, so that a frame around it holds nothing else; unless something
+    unrelated comes to stand beside it. `alone`: that stands above it, too.
     """
     graph: nx.DiGraph = nx.DiGraph()
     graph.add_nodes_from(sizes)
     graph.add_edges_from((a, b) for a, b in edges if a != b)
     if not nx.is_directed_acyclic_graph(graph):
         raise ValueError(f"the edges form a circle: {nx.find_cycle(graph)}")
-    layer = _layers(_with_gates(graph, groups))
+    layer = _layers(_with_gates(graph, groups, alone))
     rows, segments, chains = _with_dummies(graph, layer)
     _order(rows, segments)
     widths = {node: sizes[node][0] if node in sizes else DUMMY_WIDTH for row in rows for node in row}
@@ -53,8 +59,9 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Iterable[tuple[str,
     return _placed(sizes, rows, centres, chains)
 
 
-def _with_gates(graph: nx.DiGraph, groups: Iterable[Sequence[str]]) -> nx.DiGraph:
-    """`graph` with a node before and one after each group, through which all its edges to other nodes lead."""
+def _with_gates(graph: nx.DiGraph, groups: Iterable[Sequence[str]], alone: bool) -> nx.DiGraph:
+    """`graph` with a node before and one after each group, through which all its edges to other nodes lead; `alone`: and all other nodes
+    that do not depend on the group come before it."""
     gated = graph.copy()
     for number, group in enumerate(groups):
         inside = set(group)
@@ -68,6 +75,10 @@ def _with_gates(graph: nx.DiGraph, groups: Iterable[Sequence[str]]) -> nx.DiGrap
                     trial.add_edge(("after", number), other)
             trial.add_edge(("before", number), node)
             trial.add_edge(node, ("after", number))
+        if alone and inside:
+            behind = set().union(*(nx.descendants(gated, node) for node in inside if node in gated))
+            # Gates of a group around this one stay where they are.
+            trial.add_edges_from((other, ("before", number)) for other in graph if other not in inside and other not in behind)
         if nx.is_directed_acyclic_graph(trial):
             gated = trial
     return gated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dsi.codegen.devices import Device
@@ -14,7 +14,7 @@ from dsi.ir.region import Region
 
 from ..figures import Figures, figures_of, microseconds, percent
 from ..record import GraphRecord, Node
-from .fold import Repeat, repeats
+from .fold import Place, Repeat, follows, places, repeats, settled
 
 LEFT, CUSTOM, REDUCE, INPUT, OUTPUT = "left", "custom", "all_reduce", "input", "output"
 _LABEL_WIDTH = 30
@@ -35,7 +35,8 @@ class Item:
 
 @dataclass
 class Picture:
-    """Items by name in order of execution, and the frames around what is repeated: (items of one stretch, how often it occurs)."""
+    """Items by name in order of execution, and the frames around what is repeated: (items of one stretch, how often it occurs), outer
+    frames before those within."""
 
     items: dict[str, Item] = field(default_factory=dict)
     frames: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
@@ -69,7 +70,7 @@ def build(record: GraphRecord, report: Report, device: Device, custom: Mapping[s
     owners = {member.name: item.name for item in reversed(after.values()) if item.region for member in item.region.members}
     owners.update((item.name, item.name) for item in after.values() if item.region is None)
     before = _items(record.recognised, record.given, lambda node: _before_item(node, owners, after))
-    fold = _Fold(after)
+    fold = _Fold(after, {node.name: number for number, node in enumerate(record.recognised)})
     model.after, model.before = fold.after(), fold.before(before)
     model.folded = fold.folded
     return model
@@ -126,41 +127,42 @@ def _plain(target: str) -> str:
 
 
 class _Fold:
-    """Maps each item of the picture after to the one that is drawn for it."""
+    """Maps each item of the picture after to the one that is drawn for it. `program`: the places of operators in the model."""
 
-    def __init__(self, items: dict[str, Item]):
+    def __init__(self, items: dict[str, Item], program: Mapping[str, int]):
         self.items = items
-        self.order = [item for item in items.values() if item.kind not in (INPUT, OUTPUT)]
-        self.repeats = repeats([_signature(item) for item in self.order])
+        ordered = {name: item for name, item in items.items() if item.kind not in (INPUT, OUTPUT)}
+        signatures = {name: _signature(item) for name, item in ordered.items()}
+        last = {name: max((program.get(n, 0) for n in _operators(item)), default=0) for name, item in ordered.items()}
+        self.order = settled({name: item.inputs for name, item in ordered.items()}, signatures, last)
+        self.repeats = repeats([signatures[name] for name in self.order])
         self.drawn = {name: name for name in items}
-        self.stretch: dict[str, tuple[int, int]] = {}  # item -> (number of the repeat, number of the stretch in it)
+        self.places: dict[str, Place] = {}
         self.folded: dict[str, list[str]] = {}
-        for number, repeat in enumerate(self.repeats):
-            self._fold(number, repeat)
-
-    def _fold(self, number: int, repeat: Repeat) -> None:
-        for i in range(repeat.start, repeat.end):
-            stretch, position = divmod(i - repeat.start, repeat.period)
-            item, first = self.order[i], self.order[repeat.start + position]
-            self.stretch[item.name] = number, stretch
-            self.drawn[item.name] = first.name
-            if stretch:
-                self.folded.setdefault(first.name, []).append(item.name)
+        for number, place in places(self.repeats).items():
+            name, first = self.order[number], self.order[place.first]
+            self.places[name], self.drawn[name] = place, first
+            if name != first:
+                self.folded.setdefault(first, []).append(name)
 
     def after(self) -> Picture:
-        picture = Picture(self._merge(self.items, self.drawn, self.stretch))
-        for repeat in self.repeats:
-            stretch = tuple(item.name for item in self.order[repeat.start : repeat.start + repeat.period])
-            picture.frames.append((stretch, repeat.count))
+        picture = Picture(self._merge(self.items, self.drawn, self.places))
+        picture.frames = list(self._frames(self.repeats))
         return picture
+
+    def _frames(self, found: Sequence[Repeat]) -> Iterator[tuple[tuple[str, ...], int]]:
+        """(items of one stretch, how often it occurs), a repeat before those within it."""
+        for repeat in found:
+            yield tuple(self.order[i] for i in repeat.shown()), repeat.count
+            yield from self._frames(repeat.inner)
 
     def before(self, items: dict[str, Item]) -> Picture:
         """The same stretches folded where their operators were."""
-        drawn, stretch = {name: name for name in items}, {}
+        drawn, there = {name: name for name in items}, {}
         for item in items.values():
-            if not item.shows or item.shows not in self.stretch:
+            if not item.shows or item.shows not in self.places:
                 continue
-            stretch[item.name] = self.stretch[item.shows]
+            there[item.name] = self.places[item.shows]
             first = self.items[self.drawn[item.shows]]
             if first.name == item.shows:
                 continue
@@ -169,32 +171,35 @@ class _Fold:
                 drawn[item.name] = first.name if first.name in items else ""
                 continue
             position = next((i for i, member in enumerate(own.members) if member.name == item.name), None)
-            there = first.region.members
-            drawn[item.name] = there[position].name if position is not None and position < len(there) else ""
+            members = first.region.members
+            drawn[item.name] = members[position].name if position is not None and position < len(members) else ""
         drawn = {name: target if target in items else "" for name, target in drawn.items()}
-        picture = Picture(self._merge(items, drawn, stretch))
-        for frame, count in self.after().frames:
+        picture = Picture(self._merge(items, drawn, there))
+        for frame, count in self._frames(self.repeats):
             inside = tuple(item.name for item in picture.items.values() if item.shows in frame)
             if inside:
                 picture.frames.append((inside, count))
         return picture
 
-    def _merge(self, items: dict[str, Item], drawn: dict[str, str], stretch: dict[str, tuple[int, int]]) -> dict[str, Item]:
+    def _merge(self, items: dict[str, Item], drawn: dict[str, str], where: Mapping[str, Place]) -> dict[str, Item]:
         reads: dict[str, dict[str, None]] = {}
         for item in items.values():
             target = drawn[item.name]
             for name in item.inputs:
                 source = drawn[name]
-                here, there = stretch.get(item.name), stretch.get(name)
                 # From one stretch to the next: drawn by the frame.
-                next_stretch = here is not None and there is not None and here != there and here[0] == there[0]
-                if target and source and source != target and not next_stretch:
+                beyond = item.name in where and name in where and follows(where[name], where[item.name])
+                if target and source and source != target and not beyond:
                     reads.setdefault(target, {})[source] = None
         return {
             name: replace(item, inputs=tuple(reads.get(name, ())), shows=self.drawn.get(item.shows, ""))
             for name, item in items.items()
             if drawn[name] == name
         }
+
+
+def _operators(item: Item) -> list[str]:
+    return [item.name] if item.region is None else [member.name for member in item.region.members]
 
 
 def _signature(item: Item) -> tuple[str, ...]:

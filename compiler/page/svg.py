@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
@@ -12,18 +13,27 @@ from .model import INPUT, OUTPUT, REDUCE, Item, Picture
 
 _CHAR, _LINE, _PAD = 7.3, 16.0, 11.0
 
+Bounds = tuple[float, float, float, float]  # left, top, right, bottom
 _LEAST = 0.72  # a picture shrinks to this before it has to be scrolled
 
 
 def draw(picture: Picture, prefix: str, title: str, narrow: bool = False) -> str:
     """`picture` as one <svg>. Links go to "#<prefix><item>"; `narrow`: boxes are small, for pictures with many of them."""
     sizes = {name: _size(item, narrow) for name, item in picture.items.items()}
-    layout = lay_out(sizes, _acyclic(picture), [names for names, _ in picture.frames])
+    edges, groups = _acyclic(picture), [names for names, _ in picture.frames]
+    layout = lay_out(sizes, edges, groups)
+    frames = _frames(layout, picture.frames)
+    if any(bounds is None for _, bounds in frames):
+        layout = lay_out(sizes, edges, groups, alone=True)
+        frames = _frames(layout, picture.frames)
+    # A frame around a frame may reach beyond what the layout has left free.
+    left, top, right, bottom = _hull([(0, 0, layout.width, layout.height), *(_wider(bounds, 4) for _, bounds in frames if bounds)])
+    width, height = right - left, bottom - top
     parts = [
-        f'<svg class="picture" role="group" aria-label="{escape(title)}" width="{layout.width:.0f}" height="{layout.height:.0f}" '
-        f'viewBox="0 0 {layout.width:.0f} {layout.height:.0f}" style="min-width:{layout.width * _LEAST:.0f}px">'
+        f'<svg class="picture" role="group" aria-label="{escape(title)}" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="{left:.0f} {top:.0f} {width:.0f} {height:.0f}" style="min-width:{width * _LEAST:.0f}px">'
     ]
-    parts += [_frame(layout, names, count) for names, count in picture.frames]
+    parts += [text for text, _ in frames]
     for (a, b), points in layout.edges.items():
         ends = f'data-from="{escape(a)}" data-to="{escape(b)}"'
         parts.append(f'<path class="edge" {ends} d="{_path(points)}"/>')
@@ -86,21 +96,46 @@ def _title(item: Item) -> str:
     return "\n".join(part for part in (f"{item.name}: {item.lines[0] if item.region is None else item.region.label}", place) if part)
 
 
-def _frame(layout: Layout, names: tuple[str, ...], count: int) -> str:
-    boxes: list[Box] = [layout.boxes[name] for name in names if name in layout.boxes]
-    left = min(b.x - b.width / 2 for b in boxes) - 8
-    right = max(b.x + b.width / 2 for b in boxes) + 8
-    top = min(b.y - b.height / 2 for b in boxes) - 23
-    bottom = max(b.y + b.height / 2 for b in boxes) + 10
-    if any(
-        left < b.x + b.width / 2 and b.x - b.width / 2 < right and top < b.y + b.height / 2 and b.y - b.height / 2 < bottom
-        for name, b in layout.boxes.items()
-        if name not in names
-    ):  # layers that run in between each other: a frame would take in strangers
-        return "".join(
-            f'<g class="frame"><text x="{b.x - b.width / 2:.1f}" y="{b.y - b.height / 2 - 4:.1f}">× {count}</text></g>' for b in boxes
-        )
-    return (
-        f'<g class="frame"><rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" rx="10"/>'
-        f'<text x="{left + 8:.1f}" y="{top + 15:.1f}">× {count}</text></g>'
-    )
+def _frames(layout: Layout, frames: Sequence[tuple[tuple[str, ...], int]]) -> list[tuple[str, Bounds | None]]:
+    """Each frame as SVG, around its items and the frames of those within it; outer ones first.
+
+    Layers that run in between each other have none (it would take in strangers): each of their boxes says by itself how often it occurs.
+    """
+    known: list[tuple[frozenset[str], Bounds | None]] = []
+    drawn: list[tuple[str, Bounds | None]] = []
+    for names, count in reversed(frames):  # inner ones first
+        inside = frozenset(names) & layout.boxes.keys()
+        boxes = [layout.boxes[name] for name in names if name in inside]
+        within = [bounds for other, bounds in known if bounds is not None and other <= inside]
+        left, top, right, bottom = _hull([*map(_bounds, boxes), *within])
+        bounds: Bounds | None = (left - 8, top - 23, right + 8, bottom + 10)
+        if any(_overlap(bounds, _bounds(box)) for name, box in layout.boxes.items() if name not in inside):
+            bounds = None
+            text = "".join(f'<g class="frame">{_times(b.x - b.width / 2, b.y - b.height / 2 - 4, count)}</g>' for b in boxes)
+        else:
+            size = f'width="{right - left + 16:.1f}" height="{bottom - top + 33:.1f}"'
+            text = f'<g class="frame"><rect x="{left - 8:.1f}" y="{top - 23:.1f}" {size} rx="10"/>{_times(left, top - 8, count)}</g>'
+        known.append((inside, bounds))
+        drawn.append((text, bounds))
+    return drawn[::-1]
+
+
+def _times(x: float, y: float, count: int) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">× {count}</text>'
+
+
+def _bounds(box: Box) -> Bounds:
+    return box.x - box.width / 2, box.y - box.height / 2, box.x + box.width / 2, box.y + box.height / 2
+
+
+def _wider(bounds: Bounds, by: float) -> Bounds:
+    return bounds[0] - by, bounds[1] - by, bounds[2] + by, bounds[3] + by
+
+
+def _hull(several: Sequence[Bounds]) -> Bounds:
+    left, top, right, bottom = zip(*several, strict=True)
+    return min(left), min(top), max(right), max(bottom)
+
+
+def _overlap(a: Bounds, b: Bounds) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

@@ -83,6 +83,21 @@ def test_equal_layers_are_folded(page):
     assert "2 equal to it, drawn once" in text
 
 
+def test_both_stacks_of_an_encoder_decoder_are_folded(tmp_path):
+    """T5's first layers make the position biases of all, and its decoder's every layer reads the encoder."""
+    sizes = dict(d_model=64, d_kv=16, d_ff=96, num_heads=4, num_layers=3, num_decoder_layers=4)
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=199, **sizes, decoder_start_token_id=0)).eval()
+        ids = torch.zeros((1, 7), dtype=torch.long)
+    text = dsi.explain(model, input_ids=ids, decoder_input_ids=ids, use_cache=False).html(tmp_path / "t5.html")
+    pictures = re.findall(r'<svg class="picture.*?</svg>', text, re.DOTALL)
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert re.findall(r'<g class="frame"><rect [^>]*><text [^>]*>(.*?)</text></g>', picture) == ["× 3", "× 4"]
+    assert len(re.findall('class="node attention"', pictures[0])) == 3  # of the encoder, of the decoder and between them
+    assert len(text.encode()) < 3e6
+
+
 @pytest.mark.slow
 def test_a_model_of_32_layers_stays_small(tmp_path):
     explanation = explained(LAYERS)

@@ -8,7 +8,7 @@ import torch
 from dsi.codegen.devices import H200
 from dsi.compiler.explain import Explanation
 from dsi.compiler.figures import figures_of, microseconds, percent, quantity, variants
-from dsi.compiler.page.fold import Repeat, repeats
+from dsi.compiler.page.fold import Repeat, follows, places, repeats, settled
 from dsi.compiler.page.layout import lay_out
 from dsi.compiler.page.model import Item, Picture
 from dsi.compiler.page.svg import draw
@@ -28,19 +28,53 @@ def test_layers_between_other_things():
     assert repeats("xyabcabcabcz") == [Repeat(2, 3, 3)]
     assert repeats("abababXcdecde") == [Repeat(0, 2, 3), Repeat(7, 3, 2)]
     assert repeats("abcdef") == [] and repeats("") == [] and repeats("aab") == []
+    assert repeats("xaaay") == [Repeat(1, 1, 3)]
 
 
 def test_a_half_layer_at_the_end_stays_outside():
     assert repeats("abcabcab") == [Repeat(0, 3, 2)]
 
 
+def test_layers_of_one_kind_within_layers_of_two_kinds():
+    """Five layers with a window and one without, twice."""
+    (found,) = repeats("ababababababc" * 2)
+    inner = Repeat(0, 2, 6)
+    assert found == Repeat(0, 13, 2, (inner,)) and found.shown() == [0, 1, 12]
+    where = places([found])
+    assert [where[i].first for i in (0, 3, 11, 12, 13, 16, 25)] == [0, 1, 1, 12, 0, 1, 12]
+    assert follows(where[1], where[2]) and follows(where[12], where[13]) and not follows(where[0], where[1])
+    assert follows(where[2], where[15])  # the same layer of another stretch
+
+
 @given(st.lists(st.sampled_from("abc"), max_size=24))
 def test_repeats_are_what_they_say(items):
+    def check(found):
+        for repeat in found:
+            stretch = items[repeat.start : repeat.start + repeat.period]
+            assert repeat.count > 1 and items[repeat.start : repeat.end] == stretch * repeat.count
+            assert all(repeat.start <= inner.start and inner.end <= repeat.start + repeat.period for inner in repeat.inner)
+            check(repeat.inner)
+        assert all(a.end <= b.start for a, b in pairwise(found))
+
     found = repeats(items)
-    for repeat in found:
-        stretch = items[repeat.start : repeat.start + repeat.period]
-        assert repeat.count > 1 and items[repeat.start : repeat.end] == stretch * repeat.count
-    assert all(a.end <= b.start for a, b in pairwise(found))
+    check(found)
+    for i, place in places(found).items():
+        assert items[i] == items[place.first] and place.first in place.stretches[0][0].shown()
+
+
+def test_what_occurs_once_comes_as_soon_as_it_can():
+    """`m`, which the first of two layers makes for both, stands in front of them; `n` waits for the first layer, and `z` for all."""
+    reads = {"a1": ["x"], "m": ["x"], "b1": ["a1", "m"], "a2": ["b1"], "n": ["b1"], "b2": ["a2", "m", "n"], "z": ["b2"]}
+    kinds = {name: name[0] for name in reads}
+    assert settled(reads, kinds, {name: number for number, name in enumerate(reads)}) == ["m", "a1", "b1", "n", "a2", "b2", "z"]
+
+
+@given(st.integers(0, 12).flatmap(lambda n: st.tuples(*(st.lists(st.integers(0, max(i - 1, 0)), max_size=3) for i in range(n)))), st.data())
+def test_settled_order_can_run(sources, data):
+    reads = {f"n{i}": [f"n{s}" for s in given if s < i] for i, given in enumerate(sources)}
+    order = settled(reads, {name: data.draw(st.sampled_from("abc")) for name in reads}, {name: data.draw(st.integers()) for name in reads})
+    assert sorted(order) == sorted(reads)
+    assert all(order.index(source) < order.index(name) for name, given in reads.items() for source in given)
 
 
 # -------------------------------------------------------------------------------------------------------------------------- layout
@@ -85,12 +119,21 @@ def test_a_frame_holds_nothing_else():
     assert boxes["x"].y < boxes["a"].y and boxes["y"].y > boxes["b"].y
 
 
-def picture_of(edges, names, frame):
+def test_what_is_unrelated_to_a_group_can_be_kept_out_of_its_layers():
+    sizes = dict.fromkeys("abcuvwz", (50.0, 20.0))
+    edges = [("a", "b"), ("b", "c"), ("c", "z"), ("u", "v"), ("v", "w"), ("w", "z")]
+    boxes = lay_out(sizes, edges, ["abc"], alone=True).boxes
+    assert max(boxes[n].y for n in "uvw") < boxes["a"].y and boxes["z"].y > boxes["c"].y
+    nested = lay_out(sizes, edges, ["abc", "ab"], alone=True).boxes
+    assert max(nested[n].y for n in "uvw") < nested["a"].y < nested["b"].y < nested["c"].y < nested["z"].y
+
+
+def picture_of(edges, names, *frames):
     items = {
         name: Item(name, "linear", (name,), tuple(a for a, b in edges if b == name), name, node(name, "dsi.linear.default"))
         for name in names
     }
-    return draw(Picture(items, [(tuple(frame), 5)]), "g0-", "a picture")
+    return draw(Picture(items, [(tuple(frame), 5 - i) for i, frame in enumerate(frames)]), "g0-", "a picture")
 
 
 def test_layers_that_run_in_between_each_other_have_no_frame():
@@ -98,6 +141,19 @@ def test_layers_that_run_in_between_each_other_have_no_frame():
     text = picture_of([("a", "m"), ("m", "b"), ("a", "b")], "amb", "ab")
     assert text.count("× 5") == 2 and '<g class="frame"><rect' not in text
     assert picture_of([("a", "b"), ("b", "m")], "abm", "ab").count('<g class="frame"><rect') == 1
+
+
+def test_a_frame_within_a_frame():
+    text = picture_of([("a", "b"), ("b", "c"), ("c", "d")], "abcd", "abc", "ab")
+    outer, inner = (
+        [float(n) for n in re.findall(r"-?[\d.]+", found)][:4] for found in re.findall(r'<g class="frame"><rect ([^>]*)>', text)
+    )
+    assert text.index("× 5") < text.index("× 4")
+    assert (
+        float(re.search(r'viewBox="(\S+)', text).group(1)) < outer[0] < inner[0]
+        and outer[1] < inner[1]
+        and all(outer[i] + outer[i + 2] > inner[i] + inner[i + 2] for i in (0, 1))
+    )
 
 
 def test_a_circle_is_an_error():
