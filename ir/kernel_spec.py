@@ -134,6 +134,8 @@ def region_key(body: fx.GraphModule) -> str:
     numbers: dict[fx.Node, int] = {}
 
     def size(value: Any) -> str:
+        if type(value) is int:
+            return str(value)
         expr = size_of(value)
         if expr.is_Integer:
             return str(expr)

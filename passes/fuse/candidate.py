@@ -12,9 +12,10 @@ from dsi.ir import analysis, ops
 from dsi.ir.errors import Refusal, Refused
 from dsi.ir.tile import Plan
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
-from .dataflow import Flow, expression, is_tensor, is_view, smaller
+from .dataflow import Flow, expression, is_factory, is_tensor, is_view, smaller
 
 aten = torch.ops.aten
 
@@ -134,7 +135,7 @@ def body_of(
         if "stack_trace" in node.meta:
             placeholder.meta["stack_trace"] = node.meta["stack_trace"]
         inner[node] = placeholder
-    for node in candidate.nodes:
+    for node in _factories_late(candidate.nodes):
         copy = inner[node] = graph.node_copy(node, inner.__getitem__)
         if moved and is_view(node) and copy.args[0] in moved:
             refake(copy)
@@ -149,7 +150,18 @@ def body_of(
             refake(node)
         returned.append(node)
     graph.output(tuple(returned))
-    return fx.GraphModule(torch.nn.Module(), graph), inner
+    # Lazy: most bodies are planned and never run, and printing their code takes longer than planning them.
+    return _LazyGraphModule(torch.nn.Module(), graph), inner
+
+
+def _factories_late(nodes: list[fx.Node]) -> list[fx.Node]:
+    """`nodes` with each tensor made of nothing before its first reader, wherever the graph makes it: equal layers are equal bodies."""
+    places = {node: (number, 1, number) for number, node in enumerate(nodes)}
+    for number, node in enumerate(nodes):
+        readers = [places[user][2] for user in node.users if user in places] if is_factory(node) else []
+        if readers:
+            places[node] = (min(readers), 0, number)
+    return sorted(nodes, key=places.__getitem__)
 
 
 def refake(node: fx.Node) -> None:

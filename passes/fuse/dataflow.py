@@ -68,6 +68,8 @@ def expression(size: int | torch.SymInt) -> sympy.Expr:
 
 def smaller(a: sympy.Expr, b: sympy.Expr) -> bool:
     """Whether the size `a` is surely less than `b`."""
+    if a.is_Integer and b.is_Integer:
+        return int(a) < int(b)
     ratio = sympy.cancel(a / b) if b != 0 else sympy.Integer(1)
     return bool(ratio.is_number and ratio < 1)
 
