@@ -1,4 +1,4 @@
-"""`python -m bench decode|prefill|regions|linear|attention|compile`: speed on this machine beside eager PyTorch and torch.compile."""
+"""`python -m bench decode|prefill|regions|linear|attention|compile|…`: speed on this machine beside eager PyTorch and torch.compile."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import typer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
-Against = Annotated[str, typer.Option(help="Comparators, by commas (bench/comparators.py names them).")]
+Against = Annotated[str, typer.Option("--against", "--sides", help="Sides, by commas (bench/comparators.py names them).")]
 Json = Annotated[Path | None, typer.Option("--json", help="File for everything that was measured.")]
 Seconds = Annotated[float | None, typer.Option("--budget", help="Seconds that the run may take; what no longer fits is skipped.")]
 Blocks = Annotated[int, typer.Option(min=1, help="Interleaved blocks of which the median is taken.")]
 Dtype = Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; left out: the case's own.")]
+Limit = Annotated[float | None, typer.Option(help="Seconds that compiling a side may take; a side that takes longer is left out.")]
 Small = Annotated[bool, typer.Option("--small", help="Toy sizes, to try the harness anywhere.")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Layers of each model; left out: as in bench/shapes.py.")]
 Batches = Annotated[str, typer.Option(help="Batch sizes, by commas.")]
 Cases = Annotated[str, typer.Option(help="Models, by commas (bench/shapes.py).")]
 
 
-def settings(against: str, blocks: int, dtype: str | None, small: bool, budget: float | None, json: Path | None):
+def settings(
+    against: str, blocks: int, dtype: str | None, small: bool, budget: float | None, json: Path | None, limit: float | None = None
+):
     """The settings of a command; a mistake in them ends it before anything is measured."""
     import torch
 
@@ -37,7 +40,7 @@ def settings(against: str, blocks: int, dtype: str | None, small: bool, budget: 
         sides = sides_of(against)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    return Settings(sides, blocks, dtype, small, "cuda" if torch.cuda.is_available() else "cpu", Budget(budget), json)
+    return Settings(sides, blocks, dtype, small, "cuda" if torch.cuda.is_available() else "cpu", Budget(budget), json, limit)
 
 
 def numbers(text: str) -> list[int]:
@@ -73,11 +76,12 @@ def decode_command(
     small: Small = False,
     budget: Seconds = None,
     json: Json = None,
+    limit: Limit = None,
 ) -> None:
     """One token's step of each decoder over a static cache; one pass of each encoder."""
     from bench import decode
 
-    shared = settings(against, blocks, dtype, small, budget, json)
+    shared = settings(against, blocks, dtype, small, budget, json, limit)
     if small:
         cache, length, live = min(cache, 32), min(length, 16), None if live is None else min(live, 22)
     decode.run(shared, models(cases), numbers(batches), layers, cache, live, length)
@@ -95,11 +99,12 @@ def prefill_command(
     small: Small = False,
     budget: Seconds = None,
     json: Json = None,
+    limit: Limit = None,
 ) -> None:
     """The prompt into an empty static cache."""
     from bench import prefill
 
-    shared = settings(against, blocks, dtype, small, budget, json)
+    shared = settings(against, blocks, dtype, small, budget, json, limit)
     prefill.run(shared, models(cases, decoders=True), numbers(batches), [12] if small else numbers(lengths), layers)
 
 
@@ -114,11 +119,12 @@ def regions_command(
     small: Small = False,
     budget: Seconds = None,
     json: Json = None,
+    limit: Limit = None,
 ) -> None:
     """The four regions of a GPT layer, each alone, for one token."""
     from bench import gpt_regions as regions
 
-    shared = settings(against, blocks, dtype, small, budget, json)
+    shared = settings(against, blocks, dtype, small, budget, json, limit)
     sizes = [64] if small else numbers(widths)
     if unknown := [width for width in sizes if width not in regions.HEADS]:
         raise typer.BadParameter(f"no number of heads is known for the widths {unknown}")
@@ -135,11 +141,12 @@ def attention_command(
     small: Small = False,
     budget: Seconds = None,
     json: Json = None,
+    limit: Limit = None,
 ) -> None:
     """Attention alone beside SDPA (which is the side "eager")."""
     from bench import attention
 
-    shared = settings(against, blocks, dtype, small, budget, json)
+    shared = settings(against, blocks, dtype, small, budget, json, limit)
     toys = ("2x4x2x16x32x9", "1x4x4x16x12") if small else (attention.DECODE, attention.PREFILL)
     texts = [default if given == "default" else given for given, default in zip((decode, prefill), toys, strict=True)]
     try:
@@ -190,24 +197,27 @@ def linear_command(
 @app.command("compile")
 def compile_command(
     cases: Cases = "llama-3-8b",
-    layers: Layers = 32,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers for dsi's sides.")] = 32,
+    others: Annotated[int | None, typer.Option("--compared", min=1, help="Layers with which dsi is compared with other sides.")] = 4,
     cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
     against: Against = "dsi,default,max-autotune-no-cudagraphs",
     dtype: Dtype = None,
     small: Small = False,
     budget: Seconds = None,
     json: Json = None,
+    limit: Annotated[float | None, typer.Option(help="Seconds that one process may take: 150 cold and 75 warm if left out.")] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Seconds of the first decode step in a new process, with empty caches and with those of the process before."""
     from bench import compile_time
 
-    shared = settings(against, 1, dtype, small, budget, json)
-    room, count = (32, min(layers or 2, 2)) if small else (cache, layers)
+    shared = settings(against, 1, dtype, small, budget, json, limit)
+    room = 32 if small else cache
+    count, compared = (min(number or 2, 2) if small else number for number in (layers, others))
     if child is not None:
         compile_time.first_step(shared, child, models(cases)[0], count, room)
     else:
-        compile_time.run(shared, models(cases, decoders=True), count, room)
+        compile_time.run(shared, models(cases, decoders=True), count, compared, room)
 
 
 @app.command("generate")

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.comparators import DTYPES, WIDER, Side, Workload, compare, summary
+from bench.comparators import DTYPES, WIDER, Side, Workload, compare
 from bench.gpt_regions import block_of, copies_past_cache
 from bench.report import Report, Settings
+from bench.tables import summary
 
 DECODE = "1x12x12x64x512x502,1x32x8x128x512x502,16x32x8x128x512x64,16x32x8x128x512x502,1x32x8x128x8192x8192,16x32x8x128x4096x512"
 PREFILL = "1x32x8x128x512,1x32x8x128x2048"

@@ -14,7 +14,10 @@ import torch._inductor.config
 from torch import Tensor
 
 from bench import path, timing
-from bench.report import Report, figure
+from bench.limits import Expired, at_most, expired
+from bench.memory import Memory, Meter, transient
+from bench.report import Report
+from bench.tables import print_row
 
 SLACK = 2.0  # a side's error against the wider dtype over eager's own: one sample of each is noisy
 FLOOR = 1e-6  # errors below this are rounding of any dtype that is timed
@@ -37,6 +40,8 @@ class Side:
         """`function` (or a module) as this side runs it."""
         if self.backend is None:
             return function
+        if self.backend == "deepspeed":
+            raise ValueError("DeepSpeed runs its own layers, no model: python -m bench deepspeed")
         backend = path.backend() if self.backend == "dsi" else self.backend
         return torch.compile(function, backend=backend, mode=self.mode, fullgraph=True)
 
@@ -51,6 +56,9 @@ SIDES = {
         Side("max-autotune-no-cudagraphs", "inductor", "max-autotune-no-cudagraphs", True, 80),
         Side("dsi", "dsi", None, True, 25),
         Side("dsi-reduce-overhead", "dsi", "reduce-overhead", False, 25),
+        Side("dsi-max-autotune", "dsi", "max-autotune", False, 90),
+        Side("dsi-max-autotune-no-cudagraphs", "dsi", "max-autotune-no-cudagraphs", True, 90),
+        Side("deepspeed", "deepspeed", None, True, 120),  # bench/deepspeed_side.py knows how to compile for it, nothing else does
     )
 }
 
@@ -62,6 +70,7 @@ class Workload:
     `compile_for(side)` gives the calls of one block for a side, each returning a tensor; `prepare` puts state back to where a block begins.
     `reference()` gives what the first `checked` calls return, stacked, computed in a wider dtype. `moved` bytes must be read and `flops`
     operations done in a call. `in_graph` calls are captured in one graph. `weight`: seconds of compilation over those of eight layers.
+    `held`: bytes of its weights and caches on the device.
     """
 
     title: str
@@ -75,6 +84,7 @@ class Workload:
     checked: int = 1
     in_graph: int = 1
     weight: float = 1.0
+    held: int = 0
 
 
 @dataclass
@@ -87,6 +97,7 @@ class Outcome:
     from_eager: float | None = None
     compile_seconds: float = 0.0
     profile: timing.Profile = field(default_factory=timing.Profile)
+    memory: Memory | None = None
     problem: str = ""
 
 
@@ -106,7 +117,10 @@ def compare(workload: Workload, report: Report) -> list[Outcome]:
     with torch.no_grad():
         reference = workload.reference()
         reset()  # the wider copy's memory
-        eager = run_checked(workload, workload.compile_for(SIDES["eager"]))
+        calls = workload.compile_for(SIDES["eager"])
+        eager = run_checked(workload, calls)
+        workload.prepare()
+        activations = transient(calls[0])
         bound = SLACK * timing.relative_error(eager, reference) + FLOOR
         for name in report.settings.against:
             side = SIDES[name]
@@ -121,8 +135,8 @@ def compare(workload: Workload, report: Report) -> list[Outcome]:
         try:
             timing.interleave(timers, report.settings.blocks)
         finally:  # where the device failed, no more can be run in this process; what is known is kept
-            report.add(_row(workload, outcomes, report))
-    _print(report.rows[-1], report)
+            report.add(_row(workload, outcomes, activations, report))
+    print_row(report.rows[-1], report)
     reset()
     return outcomes
 
@@ -142,20 +156,28 @@ def run_checked(workload: Workload, calls: Sequence[Callable[[], Tensor]]) -> Te
 
 
 def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bound: float, report: Report) -> Outcome:
-    """Compile, check, profile and capture one side."""
+    """Compile, check, profile and measure the memory of one side."""
     outcome = Outcome(side)
+    meter = Meter(workload.held)
+    start = time.perf_counter()
     try:
-        calls = workload.compile_for(side)
-        start = time.perf_counter()
-        run_checked(workload, calls)
-        timing.synchronize()
-        outcome.compile_seconds = time.perf_counter() - start
-        _measured[side.name] = outcome.compile_seconds / workload.weight
-        for _ in range(2):  # CUDA graphs inside a side are recorded in the second call with the same addresses
-            workload.prepare()
-            for call in calls:
-                call()
+        with at_most(report.settings.limit, f"compiling and warming up {side.name}"):
+            calls = workload.compile_for(side)
+            start = time.perf_counter()
+            run_checked(workload, calls)
+            timing.synchronize()
+            outcome.compile_seconds = time.perf_counter() - start
+            _measured[side.name] = outcome.compile_seconds / workload.weight
+            for _ in range(2):  # CUDA graphs inside a side are recorded in the second call with the same addresses
+                workload.prepare()
+                for call in calls:
+                    call()
         values = run_checked(workload, calls)
+        meter.compiled()
+        workload.prepare()
+        for call in calls:
+            call()
+        outcome.memory = meter.done() if torch.cuda.is_available() else None
         outcome.error, outcome.from_eager = timing.relative_error(values, reference), timing.relative_error(values, eager)
         if not outcome.error <= bound:
             raise ArithmeticError(f"wrong: error {outcome.error:.1e}, and {bound:.1e} is allowed")
@@ -165,8 +187,10 @@ def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bou
         timer.launches = 1 if outcome.profile.graphs else outcome.profile.launches
         outcome.timer = timer
     except Exception as error:
+        outcome.compile_seconds = outcome.compile_seconds or time.perf_counter() - start
+        error = expired(error) or error
         last = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if isinstance(error, ArithmeticError) else f" ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
+        place = "" if isinstance(error, ArithmeticError | Expired) else f" ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
         outcome.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
     found = outcome.problem or f"error {outcome.error:.1e}, {outcome.profile.launches} kernels"
     report.say(f"{workload.title}: {side.name} in {outcome.compile_seconds:.1f} s: {found}")
@@ -197,7 +221,7 @@ def _capture(timer: timing.Timer, workload: Workload, bound: float, outcome: Out
 # --------------------------------------------------------------------------------------------------------------------- what is said
 
 
-def _row(workload: Workload, outcomes: Sequence[Outcome], report: Report) -> dict[str, Any]:
+def _row(workload: Workload, outcomes: Sequence[Outcome], activations: int, report: Report) -> dict[str, Any]:
     floor = report.roofline(workload.moved, workload.flops, workload.dtype)
     sides = {}
     for outcome in outcomes:
@@ -211,6 +235,7 @@ def _row(workload: Workload, outcomes: Sequence[Outcome], report: Report) -> dic
             "error from eager": outcome.from_eager,
             "compile seconds": outcome.compile_seconds,
             "problem": outcome.problem,
+            **(outcome.memory.as_json(workload.held + activations) if outcome.memory is not None and workload.held else {}),
             **outcome.profile.as_json(),
         }
     return {
@@ -219,79 +244,11 @@ def _row(workload: Workload, outcomes: Sequence[Outcome], report: Report) -> dic
         "dtype": str(workload.dtype).removeprefix("torch."),
         "bytes": workload.moved,
         "flops": workload.flops,
+        "held bytes": workload.held,
+        "activation bytes": activations,
         "roofline ms": floor,
         "sides": sides,
     }
-
-
-MOST_NAMED = 8
-COLUMNS = ("side", "device", "by", "wall", "host", "roof", "x dev", "x wall", "error", "kern", "graph", "comp")
-
-
-def _print(row: dict[str, Any], report: Report) -> None:
-    """The table of one workload: milliseconds a call; "roof": share of the roofline; "x": a side's time over dsi's (the faster of dsi's
-    sides); kernels and CUDA graphs launched in a call; seconds of compilation."""
-    sides = row["sides"]
-    best = {what: best_of(row, what, ours=True)[1] for what in ("device", "wall")}
-    lines = []
-    for name, found in sides.items():
-        times = [found.get(what) for what in ("device", "wall", "host")]
-        ratios = [found[what] / best[what] if found.get(what) and best[what] else None for what in ("device", "wall")]
-        kernels = str(sum(kernel["count"] for kernel in found["kernels"].values())) if found["kernels"] else "-"
-        lines.append(
-            (
-                name,
-                figure(times[0], ".4f"),
-                found["method"] or "-",
-                figure(times[1], ".4f"),
-                figure(times[2], ".4f"),
-                figure(found["roofline share"], ".2f"),
-                *(figure(ratio, ".2f") for ratio in ratios),
-                figure(found["error"], ".0e"),
-                kernels,
-                str(found["graph launches"]) if found["kernels"] else "-",
-                figure(found["compile seconds"], ".0f"),
-            )
-        )
-    floor = "" if row["roofline ms"] is None else f" (roofline {row['roofline ms']:.4f})"
-    report.table(f"{row['title']}, ms{floor}", COLUMNS, lines)
-    for name, found in sides.items():
-        if found["problem"]:
-            report.say(f"{name}: {found['problem']}")
-    ours = next((found["kernels"] for name, found in sides.items() if name.startswith("dsi") and found["kernels"]), {})
-    if ours:
-        longest = sorted(ours.items(), key=lambda item: -item[1]["us"])[:MOST_NAMED]
-        shown = [(name.removeprefix("void ").split("<")[0], one["count"], one["us"] / one["count"]) for name, one in longest]
-        named = ", ".join(f"{name} {count} x {each:.2f}" for name, count, each in shown)
-        report.say(f"dsi's kernels that take longest, count x us: {named}")
-
-
-def best_of(row: dict[str, Any], what: str, ours: bool) -> tuple[str, float | None]:
-    """The fastest of dsi's sides, or of the others, by "device" or "wall", and its milliseconds."""
-    times = {name: found[what] for name, found in row["sides"].items() if name.startswith("dsi") == ours and found.get(what)}
-    return min(times.items(), key=lambda item: item[1]) if times else ("-", None)
-
-
-def summary(report: Report) -> None:
-    """One line a workload: dsi beside the best comparator on the device, and beside eager on the wall."""
-    lines = []
-    for row in report.rows:
-        _, ours = best_of(row, "device", ours=True)
-        name, theirs = best_of(row, "device", ours=False)
-        _, our_wall = best_of(row, "wall", ours=True)
-        eager = row["sides"].get("eager", {}).get("wall")
-        floor = row["roofline ms"]
-        lines.append(
-            (
-                row["title"],
-                figure(ours, ".4f"),
-                figure(floor / ours if floor and ours else None, ".2f"),
-                name,
-                figure(theirs / ours if ours and theirs else None, ".2f"),
-                figure(eager / our_wall if eager and our_wall else None, ".2f"),
-            )
-        )
-    report.table("Summary", ("case", "dsi ms", "roof", "best other", "its x", "eager x wall"), lines)
 
 
 def sides_of(text: str) -> tuple[str, ...]:

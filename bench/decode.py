@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from bench import shapes
-from bench.comparators import DTYPES, WIDER, Side, Workload, compare, summary
+from bench.comparators import DTYPES, WIDER, Side, Workload, compare
 from bench.generate import cache_argument, static_cache
+from bench.memory import held
 from bench.report import Report, Settings
+from bench.tables import summary
 
 STEPS = 10  # back to back, in a block
 
@@ -37,14 +39,14 @@ def run(
     return report
 
 
-def model_of(name: str, settings: Settings, layers: int | None, positions: int) -> tuple[Any, str]:
-    """The model of a case under the settings, and its title."""
+def model_of(name: str, settings: Settings, layers: int | None, positions: int, hot: bool = True) -> tuple[Any, str]:
+    """The model of a case under the settings, and its title. `hot`: with weights that make every term of the arithmetic count."""
     shape = shapes.SHAPES[name]
     dtype = settings.dtype or ("fp32" if settings.small else shape.dtype)
     count = layers or shape.timed or shape.layers
     if settings.small:
         shape, count = shape.small(), layers or 2
-    model = shapes.build(shape, count, positions, DTYPES[dtype], settings.device)
+    model = shapes.build(shape, count, positions, DTYPES[dtype], settings.device, hot)
     return model, f"{name}{' (toy)' if settings.small else ''}, {count} layers, {dtype}"
 
 
@@ -114,6 +116,7 @@ def decode(model: Any, title: str, batch: int, room: int, live: int | None) -> W
         moved=shapes.weight_bytes(model) + shapes.cache_bytes(model, batch, live),
         checked=2,  # the second step reads what the first one wrote
         weight=layers_weight(model),
+        held=held(model, cache.cache),
     )
 
 
@@ -139,4 +142,5 @@ def encode(model: Any, title: str, batch: int, length: int) -> Workload:
         reference=reference,
         moved=shapes.weight_bytes(model),
         weight=layers_weight(model),
+        held=held(model),
     )

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import timing
-from bench.comparators import DTYPES, WIDER, Side, Workload, compare, summary
+from bench.comparators import DTYPES, WIDER, Side, Workload, compare
 from bench.models import hot
 from bench.report import Report, Settings
+from bench.tables import summary
 
 HEADS = {64: 4, 1600: 25, 4256: 28, 12288: 96}
 PAST = 4  # weights of all copies over the last-level cache

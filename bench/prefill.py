@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from bench import shapes
-from bench.comparators import DTYPES, WIDER, Side, Workload, compare, summary
+from bench.comparators import DTYPES, WIDER, Side, Workload, compare
 from bench.decode import Cache, layers_weight, model_of, token_ids
+from bench.memory import held
 from bench.report import Report, Settings
+from bench.tables import summary
 
 CALLS = 4  # back to back, in a block
 
@@ -62,4 +64,5 @@ def prefill(model: Any, title: str, batch: int, length: int) -> Workload:
         moved=shapes.weight_bytes(model) + shapes.cache_bytes(model, batch, length),
         flops=shapes.weight_flops(model, batch * length, batch) + shapes.attention_flops(config, batch, length, length, causal=True),
         weight=layers_weight(model),
+        held=held(model, cache.cache),
     )

@@ -23,7 +23,8 @@ WIDTH = 110  # of a table where the output is not a terminal
 
 @dataclass
 class Settings:
-    """What every command is told: comparators in order, blocks to take the median of, dtype (None: the case's own), and where to run."""
+    """What every command is told: comparators in order, blocks to take the median of, dtype (None: the case's own), where to run, and the
+    seconds that a side may be compiled (None: any)."""
 
     against: tuple[str, ...] = ("eager", "dsi")
     blocks: int = 5
@@ -32,6 +33,7 @@ class Settings:
     device: str = "cpu"
     budget: timing.Budget = field(default_factory=timing.Budget)
     json: Path | None = None
+    limit: float | None = None
 
 
 class Report:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.models import hot
+from bench import models
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ SHAPES = {
 }
 
 
-def build(shape: Shape, layers: int, positions: int, dtype: torch.dtype, device: str) -> Any:
-    """A model of a shape in eval mode, its weights random and hot."""
+def build(shape: Shape, layers: int, positions: int, dtype: torch.dtype, device: str, hot: bool = True) -> Any:
+    """A model of a shape in eval mode, its weights random; `hot`: large enough that every term of the arithmetic counts."""
     import transformers as T
 
     torch.manual_seed(0)
@@ -66,7 +66,8 @@ def build(shape: Shape, layers: int, positions: int, dtype: torch.dtype, device:
     extra = {"add_pooling_layer": False} if shape.family == "bert" else {}
     with torch.device(device):
         model: nn.Module = kind.from_config(shape.config(layers, positions), attn_implementation="sdpa", dtype=dtype, **extra)
-    return hot(model.to(device))  # not to the dtype: the frequencies of rotary embeddings stay fp32
+    model = model.to(device).eval()  # not to the dtype: the frequencies of rotary embeddings stay fp32
+    return models.hot(model) if hot else model
 
 
 def weight_bytes(model: nn.Module) -> int:

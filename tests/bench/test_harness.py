@@ -11,7 +11,7 @@ import torch
 from dsi.codegen import cost, generate
 from typer.testing import CliRunner
 
-from bench import attention, comparators, compile_pool, decode, gpt_regions, linear, linear_forms, shapes, timing
+from bench import attention, comparators, compile_pool, decode, gpt_regions, linear, linear_forms, shapes, tables, timing
 from bench.__main__ import app
 from bench.comparators import Side, Workload, compare
 from bench.report import Report, Settings
@@ -272,6 +272,6 @@ def test_every_form_is_one_region_with_its_inputs_in_place(form):
 
 def test_the_fastest_is_sought_among_dsi_or_among_the_others(report):
     sides = adding(report, "default", lambda: torch.full((4,), 2.0))
-    name, wall = comparators.best_of(report.rows[-1], "wall", ours=False)
+    name, wall = tables.best_of(report.rows[-1], "wall", ours=False)
     assert wall == min(side["wall"] for side in sides.values()) == sides[name]["wall"]
-    assert comparators.best_of(report.rows[-1], "wall", ours=True) == ("-", None)
+    assert tables.best_of(report.rows[-1], "wall", ours=True) == ("-", None)
