@@ -96,14 +96,14 @@ def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice
 def _nearest(spec: t.KernelSpec, work: LinearWork, rows: int | None, entries: Sequence[Entry], device: Device) -> Choice | None:
     wanted = _entry(work, None, 1.0)
     measured = [(apart, number) for number, other in enumerate(entries) if (apart := other.distance(wanted)) is not None and apart <= NEAR]
-    for _, number in sorted(measured):
+    for apart, number in sorted(measured):
         choice = Choice(**{"max_rows": None, **entries[number].choice})
         if choice.schedule == "library":
             if (rows is None or rows > SKINNY_ROWS) and possible(spec, choice):
                 return choice
             continue
         choice = dataclasses.replace(choice, block_s=statistics_block(work, choice.block_m, choice.num_warps))
-        if admissible(work, choice, rows, device):
+        if admissible(work, choice, rows, device, same=apart == 0.0):
             return choice
     return None
 

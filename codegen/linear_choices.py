@@ -60,8 +60,9 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
     return tuple(kept)
 
 
-def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Device) -> bool:
-    """Whether a choice that was made for another linear can be this one's, for at most `rows` rows (None: any number)."""
+def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Device, same: bool = False) -> bool:
+    """Whether a choice that was made for another linear can be this one's, for at most `rows` rows (None: any number). `same`: that one had
+    this one's shape, so that the registers that it takes are known to do."""
     few = {"gemv": GEMV_ROWS, "skinny": SKINNY_ROWS}.get(choice.schedule)
     if few is not None and (rows is None or rows > min(few, choice.block_m)):
         return False
@@ -70,7 +71,7 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
     if choice.block_k * choice.split >= 2 * max(power_of_two(work.inner), 16):
         return False
     each = choice.block_m * choice.block_n * work.accumulators / (32 * choice.num_warps)
-    return each * (choice.block_k if choice.schedule == "gemv" else 1) <= (SUMS_CROWDED if work.crowded else SUMS_LARGE)
+    return same or each * (choice.block_k if choice.schedule == "gemv" else 1) <= (SUMS_CROWDED if work.crowded else SUMS_LARGE)
 
 
 def statistics_block(work: LinearWork, block_m: int, warps: int) -> int:
