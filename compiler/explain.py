@@ -58,6 +58,18 @@ class Explanation:
         """One line for each reason why an operator was left, with how often it occurs: models repeat their layers."""
         return _counted(self.unfused)
 
+    def quantised_counted(self) -> list[str]:
+        """The weights that are read as int8, counted by shape and number format, bytes before and after; then those that were kept."""
+        weights = list(dict.fromkeys(w for g in self.graphs for w in g.quantised))  # graphs of one model share them
+        groups = Counter((w.shape, w.format, w.before, w.after) for w in weights)
+        lines = [
+            f"{n:4d}  {list(shape)}: {form}, {n * before:,} bytes become {n * after:,}"
+            for (shape, form, before, after), n in groups.items()
+        ]
+        if len(groups) > 1:
+            lines.append(f"{len(weights):4d}  together: {sum(w.before for w in weights):,} bytes become {sum(w.after for w in weights):,}")
+        return lines + [f"kept as it is: {line}" for line in _counted(list(dict.fromkeys(k for g in self.graphs for k in g.kept)))]
+
     def custom_counted(self) -> list[str]:
         """One line for each operator of a user's own, with how often graphs call it."""
         return [f"{n:4d}  {name}" for name, n in sum((g.custom for g in self.graphs), Counter()).items()]
@@ -82,6 +94,7 @@ class Explanation:
         lines = [f"dsi: {count} graph{'' if count == 1 else 's'}, {len(self.regions)} regions"]
         lines += _section("Rules that fired", [f"{n:6d}  {name}" for name, n in sorted(self.hits.items(), key=lambda i: (-i[1], i[0]))])
         lines += _section("Regions", _region_lines(self.regions))
+        lines += _section("Weights in int8", self.quantised_counted())
         lines += _section("Operators of your own", self.custom_counted())
         lines += _section("Left as they were", _counted(self.unfused))
         lines += _section(

@@ -31,6 +31,7 @@ def tables(explanation: Explanation) -> Iterator[Table | Text]:
     if explanation.regions:
         yield _regions(explanation.regions)
     for title, lines in (
+        ("Weights in int8", explanation.quantised_counted()),
         ("Operators of your own", explanation.custom_counted()),
         ("Left as they were", explanation.unfused_counted()),
         ("Rules that did not fire, and the nearest miss", _misses(explanation)),

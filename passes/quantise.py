@@ -60,7 +60,7 @@ class _Stage:
         self.grouping = grouping_of(context.options)
         self.packs: dict[tuple[fx.Node, bool, Grouping], tuple[fx.Node, fx.Node, int]] = {}
         self.unused = dict.fromkeys(context.options.quantize_skip)
-        self.first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+        self.last: fx.Node | None = next(iter(reversed(gm.graph.find_nodes(op="placeholder"))), None)  # behind it comes the next pack
         self.written = {n.args[0] for n in gm.graph.nodes if _writes(n)}
 
     def run(self) -> None:
@@ -72,7 +72,7 @@ class _Stage:
                 if not self.context.fuel.take(what):
                     reason = "the fuel is spent (DSI_FUEL)"
             if reason is not None:
-                self.context.report.kept.append(Refusal(f"{self._name(weight)}: {reason}", linear.name, source_line(linear), "quantise"))
+                self.context.report.kept.append(Refusal(reason, self._name(weight), source_line(linear), "quantise"))
                 continue
             self._rewrite(linear)
             self.context.report.hits["quantise.int8"] += 1
@@ -134,9 +134,8 @@ class _Stage:
             given: dict[str, Any] = {"kn": True} if kn else {}
             if grouping != ROW:
                 given |= {"grouping": grouping.kind, "size": grouping.size}
-            with self.graph.inserting_before(self.first):
-                pack = self.graph.call_function(quantize_weight, (weight,), given)
-                parts = [self.graph.call_function(operator.getitem, (pack, i)) for i in range(2)]
+            pack = self._append(quantize_weight, (weight,), given)
+            parts = [self._append(operator.getitem, (pack, i), {}) for i in range(2)]
             with self.context.faking():
                 pack.meta["val"] = quantize_weight(fake, **given)
             for node, value in zip((pack, *parts), (pack.meta["val"], *pack.meta["val"]), strict=True):
@@ -147,6 +146,12 @@ class _Stage:
                 QuantisedWeight(self._name(weight), tuple(fake.shape), str(Format(grouping)), fake.nbytes, after)
             )
         return self.packs[key]
+
+    def _append(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+        assert self.last is not None
+        with self.graph.inserting_after(self.last):
+            self.last = self.graph.call_function(target, args, kwargs)
+        return self.last
 
 
 def _writes(node: fx.Node) -> bool:

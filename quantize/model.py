@@ -1,0 +1,164 @@
+"""A model whose linears hold int8 weights, made in place: the floating-point weights are freed one by one."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+import torch
+from dsi.ir.errors import DsiError
+from torch import Tensor, nn
+
+from .feeds import mlp_weights
+from .formats import INT8, ROW, Format, Grouping
+from .int8 import quantise
+from .modules import QuantisedEmbedding, QuantisedLinear
+
+Tied = Literal["head", "both", "keep"]
+
+
+class Place(NamedTuple):
+    """Where a module hangs: the parent, the attribute, and all dotted names of the module in the model."""
+
+    parent: nn.Module
+    attribute: str
+    name: str
+
+
+def quantise_model(
+    model: nn.Module,
+    *,
+    groups: int | None = None,
+    mlp_extra_grouping: bool = False,
+    skip: Sequence[str] = (),
+    format: Format = INT8,
+    tied: Tied = "head",
+    activations: Literal["", "int8"] = "",
+    example: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Replace each `nn.Linear` and transformers `Conv1D` of `model` by a `QuantisedLinear`, in place; returns `model`.
+
+    `format`: the number format; `groups` (flat, row-major, as DeepSpeed counts them) instead of its grouping. `mlp_extra_grouping`: twice
+    the groups for linears next to an activation, which a run of the model shows (`example`: arguments for it; a transformers model has its
+    own). Weights whose entries the flat groups do not divide regularly get a scale a row, and a warning says which.
+    `skip`: patterns (as in `fnmatch`) of names of modules or weights that stay as they are.
+    `tied`: what happens to a head that shares its weight with an embedding. "head": the head gets an int8 copy, the table stays. "both":
+    one int8 table with a scale a row serves both. "keep": both stay as they are.
+    `activations="int8"`: rows of their inputs are rounded to int8, too.
+
+    Raises `DsiError` for a weight that is not finite (by name), for `groups` beside another grouping than rows, and for a table that "both"
+    cannot replace; nothing is replaced then.
+    """
+    form = _form(format, groups, mlp_extra_grouping)
+    if tied not in ("head", "both", "keep"):
+        raise DsiError(f"tied is 'head', 'both' or 'keep', not {tied!r}")
+    near = mlp_weights(model, example) if mlp_extra_grouping else set()
+    linears = _linears(model)
+    tables = _tables(model)
+    wanted = {module: places for module, places in linears.items() if not _skipped(places, skip)}
+    unused = [p for p in skip if not any(_matches(places, p) for places in linears.values())]
+    if unused:
+        warnings.warn(f"dsi: skip: no linear is called {', '.join(map(repr, unused))}", stacklevel=2)
+    _check(wanted, tables, tied)
+    shared: dict[int, QuantisedLinear] = {}
+    coarse: list[str] = []
+    for module, places in wanted.items():
+        weight: Tensor = module.weight
+        table = tables.get(id(weight))
+        if table is not None and tied == "keep":
+            continue
+        if id(weight) not in shared:
+            mine = _fitting(form.grouping.doubled() if id(weight) in near else form.grouping, module, places[0].name, coarse)
+            if table is not None and tied == "both":
+                mine = ROW
+            found = quantise(weight, Format(mine, form.scales), kn=_is_conv1d(module), name=f"{places[0].name}.weight")
+            new = shared[id(weight)] = QuantisedLinear(found, module.bias, form=Format(mine, form.scales), activations=activations)
+            if table is not None and tied == "both":
+                _replace_tables(table, new, weight.dtype)
+        else:  # layers that share a weight share its int8
+            first = shared[id(weight)]
+            new = QuantisedLinear(first.quantised, module.bias, form=first.form, activations=activations)
+        for place in places:
+            setattr(place.parent, place.attribute, new.train(module.training))
+            if isinstance(place.parent, nn.TransformerEncoderLayer):
+                place.parent.activation_relu_or_gelu = 0  # its fast path reads weights past the modules that hold them
+        module.weight = None  # freed here, if nothing else holds it
+        del weight
+    if coarse:
+        warnings.warn(f"dsi: a scale a row instead of flat groups, which would cut rows irregularly: {', '.join(coarse)}", stacklevel=2)
+    return model
+
+
+def _check(wanted: dict[Any, list[Place]], tables: dict[int, list[tuple[nn.Embedding, Place]]], tied: Tied) -> None:
+    """What cannot be done is said before anything is replaced."""
+    for module, places in wanted.items():
+        if not bool(torch.isfinite(module.weight).all()):
+            raise DsiError(f"{places[0].name}.weight holds nan or infinite entries, which int8 cannot stand for: skip it, or repair it")
+        for table, place in tables.get(id(module.weight), ()) if tied == "both" else ():
+            if type(table) is not nn.Embedding or table.max_norm is not None:
+                raise DsiError(f"{place.name} is a {type(table).__name__} that does more than look up rows: tied='head' leaves it as it is")
+
+
+def _form(form: Format, groups: int | None, mlp_extra_grouping: bool) -> Format:
+    if groups is not None and form.grouping not in (ROW, Grouping("flat", groups)):
+        raise DsiError(f"groups = {groups} and the format's {form.grouping} are two ways to group a weight; give one of them")
+    form = Format(Grouping("flat", groups), form.scales) if groups is not None else form
+    if mlp_extra_grouping and form.grouping.kind != "flat":
+        raise DsiError("mlp_extra_grouping doubles the number of flat groups, which is not given (groups=...)")
+    return form
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    utils = sys.modules.get("transformers.pytorch_utils")  # a model that has one has imported it
+    return utils is not None and type(module) is utils.Conv1D
+
+
+def _linears(model: nn.Module) -> dict[Any, list[Place]]:
+    """Every linear, with each place where it hangs."""
+    found: dict[Any, list[Place]] = {}
+    for name, parent in model.named_modules(remove_duplicate=False):
+        for attribute, child in parent._modules.items():
+            if type(child) is nn.Linear or (child is not None and _is_conv1d(child)):
+                found.setdefault(child, []).append(Place(parent, attribute, f"{name}.{attribute}" if name else attribute))
+    if not found and type(model) is nn.Linear:
+        raise DsiError("quantise_model replaces the linears inside a model; this model is a linear itself: use QuantisedLinear.of(...)")
+    return found
+
+
+def _tables(model: nn.Module) -> dict[int, list[tuple[nn.Embedding, Place]]]:
+    """Weight of an embedding -> the embeddings that have it, with their places."""
+    found: dict[int, list[tuple[nn.Embedding, Place]]] = {}
+    for name, parent in model.named_modules():
+        for attribute, child in parent._modules.items():
+            if isinstance(child, nn.Embedding):
+                place = Place(parent, attribute, f"{name}.{attribute}" if name else attribute)
+                found.setdefault(id(child.weight), []).append((child, place))
+    return found
+
+
+def _matches(places: list[Place], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for place in places for name in (place.name, f"{place.name}.weight"))
+
+
+def _skipped(places: list[Place], skip: Sequence[str]) -> bool:
+    return any(_matches(places, pattern) for pattern in skip)
+
+
+def _fitting(grouping: Grouping, module: Any, name: str, coarse: list[str]) -> Grouping:
+    k, n = module.weight.shape if _is_conv1d(module) else module.weight.shape[::-1]
+    try:
+        grouping.inner_group(n, k, kn=_is_conv1d(module))
+    except DsiError:
+        coarse.append(name)
+        return ROW
+    return grouping
+
+
+def _replace_tables(tables: list[tuple[nn.Embedding, Place]], head: QuantisedLinear, dtype: torch.dtype) -> None:
+    for table, place in tables:
+        new = QuantisedEmbedding(head, dtype, padding_idx=table.padding_idx)
+        setattr(place.parent, place.attribute, new.train(table.training))
+        table.weight = None  # type: ignore[assignment]

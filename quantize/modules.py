@@ -1,0 +1,92 @@
+"""Modules that hold int8 weights: what takes the place of linears and tables whose floating-point weights are gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from dsi.ir.quantised_ops import linear_int8
+from torch import Tensor, nn
+
+from .formats import INT8, Format
+from .int8 import Quantised, quantise
+
+
+class QuantisedLinear(nn.Module):
+    """y = x times the transpose of an int8 weight, plus bias: `dsi::linear_int8`.
+
+    `weight` int8 [out_features, in_features] and `scales` (see `ir.quantised_ops`) are buffers, so that no cast of the module touches the
+    former; a cast to half precision leaves scales that are fp32 alone. For inference: nothing here has gradients.
+    """
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, quantised: Quantised, bias: Tensor | None = None, *, form: Format = INT8, activations: str = ""):
+        super().__init__()
+        self.out_features, self.in_features = quantised.weight.shape
+        self.group, self.form, self.activations = quantised.group, form, activations
+        self.register_buffer("weight", quantised.weight)
+        self.register_buffer("scales", quantised.scales)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        form: Format = INT8,
+        kn: bool = False,
+        activations: str = "",
+        name: str = "weight",
+    ) -> QuantisedLinear:
+        """From a floating-point weight [N, K], or [K, N] if `kn`. Raises `DsiError` naming `name` where it cannot be quantised."""
+        return cls(quantise(weight, form, kn=kn, name=name), bias, form=form, activations=activations)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features], in x's dtype."""
+        return linear_int8(x, self.weight, self.scales, self.bias, group=self.group, activations=self.activations)
+
+    @property
+    def quantised(self) -> Quantised:
+        """The int8 form that it holds."""
+        return Quantised(self.weight, self.scales, self.group)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantisedLinear:
+        # `model.half()` and the like must not round scales: they follow the weight to its device, in their own dtype.
+        before = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != before.dtype:
+            self.scales = before.to(self.scales.device)
+        return self
+
+    def extra_repr(self) -> str:
+        rounded = ", int8 activations" if self.activations else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {self.form}{rounded}"
+
+
+class QuantisedEmbedding(nn.Module):
+    """Rows of a head's int8 weight [V, E], each times its scale, in `dtype`: the table that the head shares. The int8 is the head's."""
+
+    def __init__(self, head: QuantisedLinear, dtype: torch.dtype, *, padding_idx: int | None = None):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = head.weight.shape
+        self.padding_idx, self.dtype = padding_idx, dtype
+        object.__setattr__(self, "head", head)  # no child of this module: it is one of another
+
+    head: QuantisedLinear
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., E]."""
+        rows = F.embedding(ids, self.head.weight).float() * F.embedding(ids, self.head.scales[:, None]).float()
+        return rows.to(self.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantisedEmbedding:
+        # What a cast of the model makes of floats is what rows are handed out in.
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.head.weight.device)).dtype
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {INT8}, {str(self.dtype).removeprefix('torch.')}"
