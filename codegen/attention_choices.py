@@ -43,8 +43,8 @@ SHORT = 256  # keys whose hidden ones are not worth a scan beside many queries
 LOOKED_AT = 32  # elements of a mask that a thread looks at in one step of a scan
 # fp32 products come out of registers: few of many tiles fit. (block_m, keys a step, warps).
 TILES_WIDE = ((16, 32, 4), (16, 32, 8), (32, 32, 8), (32, 32, 4), (16, 16, 4), (16, 16, 8))
-# Times its channels that a head may be padded to in one part; and beside few rows, if its last part were narrower than the next.
-WASTE, WASTE_OF_FEW, NARROW = 1.2, 1.7, 24
+# Times its channels that a head may be padded to in one part; channels of a last part that are too few for several warps.
+WASTE, NARROW = 1.2, 24
 
 
 @functools.lru_cache(maxsize=512)
@@ -69,16 +69,19 @@ def attention_candidates(work: AttentionWork, queries: int | None, device: Devic
     return tuple(kept)
 
 
-def _parts(work: AttentionWork, block_m: int, few: bool) -> int:
-    """Channels that are multiplied at once: 1 (all) where a power of two wastes little, else the next lower one. Beside few rows, which
-    several warps share, a narrow last part costs more than padding."""
+def _parts(work: AttentionWork, block_m: int, few: bool, device: Device) -> int:
+    """Channels that are multiplied at once: 1 (all) where a power of two wastes little, else the next lower one, if products of both sizes
+    lie alike in registers: without matrix units, with those that take 64 rows, and for one tile of rows if no part is too narrow for the
+    warps that share it."""
     least = LEAST_OF_A_PRODUCT if block_m >= LEAST_OF_A_PRODUCT else 1
     widest = max(work.head_size, work.value_size)
     part = power_of_two(widest) // 2
     if power_of_two(widest) <= WASTE * widest or part < least:
         return 1
-    narrow = few and least > 1 and any(0 < size % part < NARROW for size in (work.head_size, work.value_size))
-    return 1 if narrow and power_of_two(widest) <= WASTE_OF_FEW * widest else part
+    if least == 1 or (block_m >= 64 and device.capability >= 90):
+        return part
+    narrow = any(0 < size % part < NARROW for size in (work.head_size, work.value_size))
+    return part if few and block_m == LEAST_OF_A_PRODUCT and not narrow else 1
 
 
 def _scans(work: AttentionWork, keys: int, height: int, warps: int, may_skip: bool) -> Iterator[int]:
@@ -100,9 +103,9 @@ def _few(work: AttentionWork, queries: int, device: Device) -> Iterator[Choice]:
     for block_m, block_n, warps, stages, split in itertools.product(
         sorted(heights), (16, 32, 64, 128, 256), (4, 8), (1, 2, 3, 4), (1, 2, 4, 8, 16, 32, 64)
     ):
-        choice = Choice("attention_decode", queries, block_m, block_n, _parts(work, block_m, True), 1, warps, stages, split)
+        choice = Choice("attention_decode", queries, block_m, block_n, _parts(work, block_m, True, device), 1, warps, stages, split)
         blocks = blocks_of(work, choice)
-        if not _held(work, choice, device) or (matrix(choice) and block_n < 32):
+        if matrix(choice) and (block_n < 32 or (choice.block_k > 1 and block_n > 128)):
             continue
         if split > 1 and ((split - 1) * block_n >= work.keys or programs_of(work, choice) > PROGRAMS * device.processors):
             continue
@@ -111,6 +114,8 @@ def _few(work: AttentionWork, queries: int, device: Device) -> Iterator[Choice]:
             continue
         height = 1 if not work.mask_rows else power_of_two(queries) if work.mask_rows == "q" else block_m
         for block_s in _scans(work, blocks * block_n, height, warps, cheap):
+            if not _held(work, replace(choice, block_s=block_s), device):
+                continue
             yield replace(choice, block_s=block_s)
             if block_s == 1 and device.dependent < device.launch:
                 yield replace(choice, block_s=block_s, prefetch=power_of_two(work.kv_bytes // 2))
@@ -123,7 +128,7 @@ def _many(work: AttentionWork, queries: int | None, device: Device) -> Iterator[
             continue
         if queries is None and block_m < 64 and work.itemsize < 4:
             continue
-        choice = Choice("attention", queries, block_m, block_n, _parts(work, block_m, False), 1, warps, stages)
+        choice = Choice("attention", queries, block_m, block_n, _parts(work, block_m, False, device), 1, warps, stages)
         if not _held(work, choice, device):
             continue
         height = 1 if not work.mask_rows else block_m if work.mask_rows == "m" else queries_of_block(work.group, block_m, queries)

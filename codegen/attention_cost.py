@@ -138,12 +138,14 @@ def registers(work: AttentionWork, choice: Choice) -> int:
     if matrix(choice):
         # Without a stage that is loaded ahead, keys and values come through registers.
         loaded = choice.block_n * (d + e) * work.itemsize / 4 / threads if choice.num_stages == 1 else 0.0
-        return int(64 + choice.block_m * (e + 1.5 * choice.block_n) / threads + loaded)
+        masked = 0.25 if work.mask or work.bias else 0.0
+        return int(64 + choice.block_m * (e + (1.5 + masked) * choice.block_n) / threads + loaded)
     loaded = choice.block_n * (d + e) / threads  # held in fp32 while it is multiplied
-    # A single block is summed at once.
+    # A single block is summed at once. Products of several rows are kept until they are.
     alone = blocks_of(work, choice) == 1 and (choice.block_s == 1 or work.mask == "")
     sums = 0.0 if alone else choice.block_m * choice.block_n * e / threads
-    return int(40 + 1.5 * sums * (1 if choice.block_m == 1 else 2) + 0.75 * loaded)
+    products = 0.0 if choice.block_m == 1 else choice.block_m * loaded / 2
+    return int(40 + 1.5 * (sums + products) + 0.75 * loaded)
 
 
 def programs_of(work: AttentionWork, choice: Choice) -> int:
