@@ -1,4 +1,4 @@
-"""Which linears of a model feed an activation or are fed by one, found by running it once: DeepSpeed's `mlp_extra_grouping` is about them."""
+"""Which linears of a model feed an activation or are fed by one, found by running it once: what `mlp_extra_grouping` is about."""
 
 from __future__ import annotations
 

@@ -167,8 +167,8 @@ def _header(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DsiError(f"{path} holds no quantised model: it was not written by save_quantised")
     if header.get("version") != VERSION:
         raise DsiError(
-            f"{path} has version {header.get('version')} of the format, and this dsi reads version {VERSION}: quantise the model again, and "
-            "save it with this version"
+            f"{path} has version {header.get('version')} of the format, and this dsi reads version {VERSION}: quantise the model again "
+            "and save it with this version"
         )
     return header
 
@@ -194,20 +194,21 @@ def _check(model: nn.Module, header: dict[str, Any], stored: set[str], file: Any
         raise DsiError(f"{path} holds another model: {type(model).__name__} has no module {', '.join(missing[:5])}")
     replaced = {f"{name}.{part}" for name in header["linears"] for part in ("weight", "scales", "bias")}
     replaced |= {f"{name}.weight" for name in header["tables"]}
+    wanted = {name: [*tensor.shape] for name, tensor in _tensors(model).items() if name not in replaced}
     for name, described in header["linears"].items():
         shape = getattr(modules[name], "weight", torch.empty(0)).shape
         if sorted(shape) != sorted(described["shape"]):
             raise DsiError(f"{path} holds another model: {name}.weight is {described['shape']} there and {list(shape)} in the model")
-    own = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
+        wanted |= {f"{name}.{part}": [*tensor.shape] for part, tensor in _tensors(_linear(described)).items()}
     there = {name: name for name in stored} | header["aliases"]
-    if gone := sorted(own.keys() - there.keys()):
+    if gone := sorted(wanted.keys() - there.keys()):
         raise DsiError(f"{path} holds another model: it has no {', '.join(gone[:5])}")
-    if extra := sorted(name for name in there.keys() - own.keys() if name not in replaced):
+    if extra := sorted(there.keys() - wanted.keys()):
         raise DsiError(f"{path} holds another model: {type(model).__name__} has no {', '.join(extra[:5])}")
-    for name, tensor in own.items():
+    for name, size in wanted.items():
         shape = file.get_slice(there[name]).get_shape()
-        if list(tensor.shape) != list(shape):
-            raise DsiError(f"{path} holds another model: {name} is {list(shape)} there and {list(tensor.shape)} in the model")
+        if size != [*shape]:
+            raise DsiError(f"{path} holds another model: {name} is {[*shape]} there and {size} in the model")
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

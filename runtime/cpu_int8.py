@@ -11,7 +11,6 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from dsi.ir.quantised_ops import linear_int8_reference, quantise_rows
 from torch import Tensor
 
@@ -49,7 +48,7 @@ def linear_int8(
     elif few <= (REDUCED_IN_GROUPS if group or not integers else REDUCED) and not kn:
         result = _reduced(flat, entries, scales, group)
     elif integers and flat.dtype == torch.bfloat16 and few <= PACKED_BF16 and not kn:
-        # Its own scales are bf16, too coarse: they are ones, computed so that Inductor does not make a constant of them, which it takes ill.
+        # Its own scales are bf16, too coarse: they are ones here, computed, as Inductor takes none that are a constant.
         ones = _in_memory((scales >= 0).to(flat.dtype))
         result = torch.ops.aten._weight_int8pack_mm(flat, entries, ones).float() * scales.float()
     elif integers:

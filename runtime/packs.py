@@ -1,7 +1,7 @@
 """Int8 packs of weights: made once a weight, shared by all graphs that read it, made again when the weight changes.
 
 A lowered graph says which weights it wants as int8 (`dsi.quantize_weight`). `take_out` takes these operators out of it: the packs become
-inputs, which keep their place between calls, and `Packed` hands them in beside the call's own. Each call looks at every such weight: another
+inputs, which keep their place between calls, and `Packed` hands them in beside the call's own. Each call looks at all such weights: another
 Parameter, other memory or another version makes a pack anew. What leaves no such trace (a write through `.data`, or into a tensor that was
 made under `inference_mode`) is said by `refresh`.
 """

@@ -11,7 +11,7 @@ import zoo
 from dsi.compiler.backend import dsi as backend
 from dsi.compiler.observe import collecting
 from dsi.ir.context import Context
-from dsi.quantize.formats import Format, Grouping
+from dsi.quantize.formats import INT8, Format, Grouping
 from dsi.quantize.int8 import quantise
 from torch import nn
 
@@ -19,7 +19,7 @@ import dsi
 
 
 def compiled(model: Any, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, Context]:
-    """What `model` returns, compiled on the reference executor with int8 weights under all checks of the IR, and its one graph's context."""
+    """What `model` returns, compiled with int8 weights on the reference executor under all checks, and its one graph's context."""
     given = {"dtype": "int8", "executor": "reference", "check": True, **(options or {})}
     with collecting() as contexts, torch.no_grad():
         result = torch.compile(model, backend=lambda gm, inputs: backend(gm, inputs, options=given))(*args, **kwargs)
@@ -27,7 +27,7 @@ def compiled(model: Any, *args: Any, options: dict[str, Any] | None = None, **kw
     return result, context
 
 
-def rounded(model: nn.Module, form: Format = Format(), keep: tuple[str, ...] = ()) -> nn.Module:
+def rounded(model: nn.Module, form: Format = INT8, keep: tuple[str, ...] = ()) -> nn.Module:
     """`model` with the weights of linears replaced in place by what int8 makes of them."""
     for name, module in model.named_modules():
         conv1d = type(module).__name__ == "Conv1D"

@@ -1,0 +1,143 @@
+"""Quantised models on disk: whole, byte for byte, and nothing but what was written is read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+import zoo
+from dsi.ir.errors import DsiError
+from dsi.quantize.formats import Format, Grouping
+from dsi.quantize.modules import QuantisedEmbedding, QuantisedLinear
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+import dsi
+
+IDS = torch.tensor([[3, 50, 7, 120]])
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def made(name: str) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(zoo.decoder_configs()[name])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "opt"])
+@pytest.mark.parametrize("tied", ["head", "both"])
+def test_a_model_comes_back_byte_for_byte(tmp_path, name, tied):
+    model = dsi.quantise_model(zoo.decoder(name, dtype=torch.bfloat16), tied=tied)
+    dsi.save_quantised(model, tmp_path / "one.safetensors")
+    loaded = dsi.load_quantised(lambda: made(name), tmp_path / "one.safetensors")
+    assert not any(t.is_meta for t in (*loaded.parameters(), *loaded.buffers())) and not loaded.training
+    assert torch.equal(logits(loaded), logits(model))
+    dsi.save_quantised(loaded, tmp_path / "two.safetensors")
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
+    again = dsi.load_quantised(zoo.decoder(name), tmp_path / "two.safetensors")  # into a model that has other weights
+    assert torch.equal(logits(again), logits(model))
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["one.safetensors", "two.safetensors"]
+
+
+def test_number_formats_come_back(tmp_path):
+    model = zoo.decoder("llama")
+    form = Format(Grouping("inner", 32), scales=torch.float16)
+    dsi.quantise_model(model, format=form, skip=["lm_head"], activations="int8")
+    dsi.save_quantised(model, tmp_path / "m")
+    loaded = dsi.load_quantised(lambda: made("llama"), tmp_path / "m")
+    assert type(loaded.lm_head) is nn.Linear
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedLinear):
+            twin = loaded.get_submodule(name)
+            assert isinstance(twin, QuantisedLinear)
+            assert (twin.form, twin.group, twin.activations) == (form, 32, "int8") and repr(twin) == repr(module)
+            assert twin.scales.dtype == module.scales.dtype and torch.equal(twin.scales, module.scales)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path):
+    model = dsi.quantise_model(zoo.decoder("llama_tied"), tied="keep")
+    dsi.save_quantised(model, tmp_path / "m")
+    with safe_open(str(tmp_path / "m"), "pt") as file:
+        assert sum(file.get_slice(key).get_shape() == [199, 64] for key in file.keys()) == 1  # noqa: SIM118
+    loaded = dsi.load_quantised(lambda: made("llama_tied"), tmp_path / "m")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    both = dsi.quantise_model(zoo.decoder("llama_tied"), tied="both")
+    dsi.save_quantised(both, tmp_path / "b")
+    loaded = dsi.load_quantised(lambda: made("llama_tied"), tmp_path / "b")
+    assert isinstance(loaded.model.embed_tokens, QuantisedEmbedding) and loaded.model.embed_tokens.head is loaded.lm_head
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "m.safetensors"
+    dsi.save_quantised(dsi.quantise_model(zoo.decoder("llama")), path)
+    return path
+
+
+def changed(path, change) -> None:
+    """The file with other metadata."""
+    with safe_open(str(path), "pt") as file:
+        header, tensors = json.loads(file.metadata()["dsi"]), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    change(header, tensors)
+    save_file(tensors, str(path), metadata={"dsi": json.dumps(header)})
+
+
+def test_another_version_of_the_format_is_an_error_that_says_so(saved):
+    changed(saved, lambda header, tensors: header.update(version=2))
+    with pytest.raises(DsiError, match="has version 2 of the format, and this dsi reads version 1"):
+        dsi.load_quantised(lambda: made("llama"), saved)
+
+
+def test_what_is_no_such_file_is_refused(tmp_path):
+    with pytest.raises(DsiError, match="does not exist"):
+        dsi.load_quantised(lambda: made("llama"), tmp_path / "none")
+    (tmp_path / "text").write_text("no tensors here, whatever the name says")
+    with pytest.raises(DsiError, match="is no safetensors file"):
+        dsi.load_quantised(lambda: made("llama"), tmp_path / "text")
+    save_file({"a": torch.ones(2)}, str(tmp_path / "plain"))
+    with pytest.raises(DsiError, match="was not written by save_quantised"):
+        dsi.load_quantised(lambda: made("llama"), tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda h, t: t.pop("model.norm.weight"), r"it has no model\.norm\.weight"),
+        (lambda h, t: t.update(more=torch.ones(2)), "LlamaForCausalLM has no more"),
+        (lambda h, t: t.update({"model.norm.weight": torch.ones(3)}), r"model\.norm\.weight is \[3\] there and \[64\]"),
+        (lambda h, t: h["linears"]["lm_head"].update(shape=[200, 64]), r"lm_head\.weight is \[200, 64\] there"),
+        (lambda h, t: h["linears"].update(tail=h["linears"]["lm_head"]), "has no module tail"),
+        (lambda h, t: t.pop("lm_head.scales"), r"it has no lm_head\.scales"),
+        (lambda h, t: t.update({"lm_head.scales": torch.ones(7)}), r"lm_head\.scales is \[7\] there"),
+    ],
+)
+def test_a_file_of_another_model_is_refused_before_the_model_is_touched(saved, change, words):
+    changed(saved, change)
+    model = zoo.decoder("llama")
+    before = logits(model)
+    with pytest.raises(DsiError, match=words):
+        dsi.load_quantised(model, saved)
+    assert torch.equal(logits(model), before)
+
+
+def test_a_structure_that_computes_a_tensor_by_itself_must_be_given_whole(saved):
+    def with_table():
+        model = made("llama")
+        model.table = torch.arange(3)  # neither parameter nor buffer: on the meta device it has no numbers, and the file has none either
+        return model
+
+    with pytest.raises(DsiError, match=r"has no numbers for .*table.*not on the meta device"):
+        dsi.load_quantised(with_table, saved)
+    dsi.load_quantised(with_table(), saved)
+
+
+def test_a_model_on_the_meta_device_is_not_saved(tmp_path):
+    with pytest.raises(DsiError, match="on the meta device"):
+        dsi.save_quantised(dsi.quantise_model(zoo.decoder("llama")).to("meta"), tmp_path / "m")
+    assert not list(tmp_path.iterdir())
