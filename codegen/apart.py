@@ -1,8 +1,8 @@
 """The prologue of a linear region as a kernel of its own.
 
-Where many programs share the rows, each would compute the prologue again: a norm, a sum, a rounding, and with int8 weights the digits of the
-rows. Apart, one program a row computes it once into scratch memory, and the product reads plain rows. That costs the time between two
-kernels, which a tuner weighs.
+Where many programs share the rows, each would compute the prologue again: a norm, a sum, a rounding, and with int8 weights the digits of
+the rows. Apart, one program a row computes it once into scratch memory, and the product reads plain rows. That costs the time between
+two kernels, which a tuner weighs.
 """
 
 from __future__ import annotations

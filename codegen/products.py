@@ -221,9 +221,7 @@ class Products:
         header = f"for {k0} in range({linear.k_start or '0'}, {linear.k_end or self.size()}, BLOCK_K):"
         return outer.on(around).loop(header, tile, first)
 
-    def load_tiles(
-        self, block: Block, body: Block, k: str, hoist: bool = False
-    ) -> Tiles:
+    def load_tiles(self, block: Block, body: Block, k: str, hoist: bool = False) -> Tiles:
         """Loads the tiles of every window and part at step `k`: names and axes."""
         gemv = self.schedule == "gemv"
         layout = "rck" if gemv else "ck" if self.schedule == "skinny" else "kc"

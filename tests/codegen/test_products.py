@@ -1,4 +1,5 @@
-"""The ways of multiplying few rows, with every prologue and epilogue: ahead of the wait, a tile ahead in the loop, several programs a sum."""
+"""The ways of multiplying few rows, with every prologue and epilogue: ahead of the wait, a tile ahead in the loop, shared
+sums."""
 
 from __future__ import annotations
 

@@ -1,0 +1,148 @@
+"""Generated kernels on a device: every way of multiplying, with early starts, shared sums, prologues apart and int8 weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import sympy
+import torch
+from dsi.codegen import Choice, generate
+from dsi.codegen.integers import normalise
+from dsi.ir.tolerances import disagreement
+
+from tests.codegen import plans
+from tests.codegen.interpret import load_module
+from tests.codegen.quantised import quantised, rounded_rows
+from tests.codegen.support import Case, bindings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+GEMV = Choice("gemv", 1, 1, 16, 64, 256, 4, 1)
+SKINNY = Choice("skinny", 16, 16, 64, 64, 128, 4, 3)
+TILED = Choice("tiled", None, 64, 64, 32, 64, 4, 3)
+RUNS = 20
+
+
+def constant(case: Case) -> Case:
+    case.spec.constants = frozenset(w.weight for s in case.spec.plan.segments for w in s.windows)
+    return case
+
+
+def laid_out(value: torch.Tensor) -> torch.Tensor:
+    """A tensor on the device, with its strides."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda").copy_(value)
+
+
+def check(case: Case, choice: Choice, folder) -> None:
+    """Runs a kernel many times without a pause: right, the same bits in every run, counters as they were."""
+    (kernel,) = generate(case.spec, choice)
+    folder.mkdir()
+    module = load_module(kernel.source, folder)
+    sizes = {s: sympy.Integer(v) for s, v in bindings(case).items()}
+    number = lambda expr: int(normalise(sympy.sympify(expr)).xreplace(sizes))  # noqa: E731
+    able = torch.cuda.get_device_capability() >= (9, 0)
+    inputs = [laid_out(value) if isinstance(value, torch.Tensor) else value for value in case.inputs]
+    results = []
+    scratch = [
+        (torch.zeros if space.zeroed else torch.empty)(number(space.size), dtype=getattr(torch, space.dtype), device="cuda")
+        for space in kernel.workspaces
+    ]
+    for _ in range(RUNS):
+        outputs = [laid_out(value) for value in case.outputs]
+        groups = {"input": inputs, "output": outputs, "workspace": scratch}
+        for position, launch in enumerate(kernel.launches):
+            arguments = [number(a.expr) if a.kind == "size" else groups[a.kind][a.number] for a in launch.arguments]
+            options = {**launch.constants, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
+            if not able or position == 0:  # what the outputs start from was copied just now
+                options.pop("launch_pdl", None)
+            if not able:
+                options["PDL"] = False
+            getattr(module, launch.entry)[tuple(number(size) for size in launch.grid)](*arguments, **options)
+        results.append(outputs)
+    torch.cuda.synchronize()
+    for space, left in zip(kernel.workspaces, scratch, strict=True):
+        assert not space.zeroed or not left.any()
+    for value, expected, spec in zip(results[0], case.expected, case.spec.outputs, strict=True):
+        difference = disagreement(value.cpu(), expected)
+        assert not difference, f"{case.name}, output {spec.name}: {difference}"
+    for outputs in results[1:]:
+        assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(results[0], outputs, strict=True))
+
+
+CASES = {
+    "llama_qkv": (lambda dtype, rows: plans.llama_qkv(dtype, rows, 1, heads=8, kv_heads=2, d=64, hidden=512, cache=20), False),
+    "gpt2_qkv": (lambda dtype, rows: plans.gpt2_qkv(dtype, 1, rows, 4, 64), True),
+    "gate_up": (lambda dtype, rows: plans.gate_up(dtype, rows, 512, 200), False),
+    "projection": (lambda dtype, rows: plans.projection(dtype, rows, inner=520, columns=133), False),
+    "projection_kn": (lambda dtype, rows: plans.projection(dtype, rows, inner=520, columns=136, kn=True), True),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_linears(name, dtype, tmp_path):
+    make, _ = CASES[name]
+    small = {"block_n": 32, "block_k": 32} if dtype == F32 else {}
+    for number, (rows, choice) in enumerate(
+        [
+            *((1, replace(GEMV, split=split)) for split in (1, 3)),
+            (1, replace(GEMV, apart=True)),
+            *((13, replace(SKINNY, split=split, **small)) for split in (1, 3)),
+            (13, replace(SKINNY, apart=True, split=2, **small)),
+            *((70, replace(TILED, block_m=32, apart=apart, **small)) for apart in (False, True)),
+        ]
+    ):
+        check(constant(make(dtype, rows)), choice, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("group", [0, 128, 40], ids=lambda group: f"group{group}")
+@pytest.mark.parametrize("name", CASES)
+def test_int8(name, group, tmp_path):
+    make, kn = CASES[name]
+    for number, (rows, choice) in enumerate(
+        [
+            (1, GEMV),
+            (1, replace(GEMV, apart=True, split=2)),
+            (13, replace(SKINNY, split=2)),
+            *((13, replace(SKINNY, split=split, digits=2)) for split in (1, 3)),
+            (70, TILED),
+            (70, replace(TILED, digits=2)),
+        ]
+    ):
+        case = quantised(lambda rows=rows: make(BF16, rows), group, kn)
+        check(case, choice, tmp_path / str(number))
+
+
+def test_rows_rounded_to_int8(tmp_path):
+    for number, (rows, choice) in enumerate([(1, GEMV), (13, replace(SKINNY, split=3)), (70, TILED)]):
+        case = rounded_rows(quantised(lambda rows=rows: plans.projection(BF16, rows, inner=520, columns=133)))
+        check(case, choice, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("live", [(1, 600), (129, 77), (0, 640)], ids=str)
+@pytest.mark.parametrize("heads, d", [((4, 1), 128), ((2, 2), 64), ((2, 2), 152)], ids=str)
+def test_attention_over_a_cache(dtype, live, heads, d, tmp_path):
+    """Keys over several programs, with and without matrix units, live keys behind padding."""
+    j = torch.arange(640)
+    mask = torch.stack([(j >= 640 - some) if number else (j < some) for number, some in enumerate(live)])[:, None, None]
+    case = plans.attention(dtype, 2, *heads, 1, 640, d, mask=mask)
+    rows = heads[0] // heads[1]
+    parts = 128 if d == 152 else 1
+    for block_m, split, block_s in ((16, 1, 512), (16, 8, 128), (rows, 4, 256), (rows, 32, 1)):
+        narrow = dtype == F32 or d == 152
+        block_n = 32 if narrow or split == 32 else 64
+        prefetch = 128 if block_s == 1 else 0
+        choice = Choice("attention_decode", None, block_m, block_n, parts, block_s, 8, 1 if block_s == 1 else 3, split, prefetch)
+        check(case, choice, tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"mask": "bool"}, {"causal": True, "window": 70, "softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("d", [64, 80, 128])
+def test_attention_of_a_prompt(options, d, tmp_path):
+    """Blocks that all rows see and the others, at sizes that no block divides."""
+    case = plans.attention(BF16, 2, 4, 2, 333, 333, d, **options)
+    for block_m, block_n, warps in ((64, 64, 4), (128, 64, 8)):
+        check(case, Choice("attention", None, block_m, block_n, 64 if d == 80 else 1, 128, warps, 2), tmp_path)
