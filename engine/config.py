@@ -37,9 +37,9 @@ class TensorParallelConfig(Section):
         "tp_grain_size": "a model on one GPU is not cut into grains",
     }
 
-    tp_size: int = Field(1, ge=1, description="GPUs that share one model.")
-    mpu: Any = Field(None, description="An object that knows the process groups, as Megatron's.")
-    tp_group: Any = Field(None, description="The process group of the GPUs that share one model.")
+    tp_size: int = Field(default=1, ge=1, description="GPUs that share one model.")
+    mpu: Any = Field(default=None, description="An object that knows the process groups, as Megatron's.")
+    tp_group: Any = Field(default=None, description="The process group of the GPUs that share one model.")
 
 
 class CheckpointConfig(Section):

@@ -32,7 +32,8 @@ class Section(BaseModel):
         if not isinstance(given, Mapping):
             return given
         values = cls._redirected({key: value for key, value in given.items() if not (isinstance(value, str) and value == "auto")})
-        known, kept, unknown = cls.names(), {}, []
+        known, unknown = cls.names(), []
+        kept: dict[str, Any] = {}
         spelling: dict[str, str] = {}
         for key, value in values.items():
             if key in cls.without_effect:

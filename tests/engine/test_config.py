@@ -2,7 +2,9 @@
 
 import copy
 import json
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -280,3 +282,11 @@ def test_a_mistake_in_the_keys_leaves_the_module_as_it_was():
 
 def test_config_errors_are_caught_as_deepspeeds_scripts_catch_them():
     assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, DsiError)
+
+
+def test_the_document_has_a_row_for_every_key():
+    text = (Path(__file__).resolve().parent.parent.parent / "docs" / "engine.md").read_text()
+    cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+)(?: \([^|]*\))? \| (?:(`\w+`) \||)", text, re.MULTILINE)
+    rows = {name for pair in cells for cell in pair for name in re.findall(r"`(\w+)`", cell)}
+    sections = {"enabled", "tp_grain_size"}
+    assert rows == {*InferenceConfig.names(), *InferenceConfig.without_effect, "mp_size"} | sections

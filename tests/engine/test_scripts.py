@@ -1,5 +1,8 @@
 """Scripts as DeepSpeed's and transformers' users write them, with the import changed: tiny random models of the same classes."""
 
+import re
+from pathlib import Path
+
 import pytest
 import tokenizers
 import torch
@@ -123,3 +126,25 @@ def test_generate_of_a_compiled_model_runs_uncompiled():
     with collecting() as contexts:
         torch.compile(zoo.decoder("llama"), backend="dsi").generate(IDS, **GREEDY)
     assert not contexts
+
+
+def test_the_worker_of_the_document(tokenizer, gpt_neo):
+    """docs/engine.md shows what a server's worker holds: batches of prompts, and a stream."""
+    text = (Path(__file__).resolve().parent.parent.parent / "docs" / "engine.md").read_text()
+    (code,) = (block for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "class Worker" in block)
+
+    class Dsi:
+        @staticmethod
+        def init_inference(*args, **kwargs):
+            return dsi.init_inference(*args, **kwargs, options={"executor": "reference"})
+
+    namespace = {"dsi": Dsi, "torch": torch, "transformers": T}
+    exec(code, namespace)
+    model = T.AutoModelForCausalLM.from_pretrained(gpt_neo)
+    prompts = ["DeepSpeed is", "DeepSpeed is a library that"]
+    with torch.no_grad():
+        given = [tokenizer(prompt, return_tensors="pt") for prompt in prompts]
+        alone = [model.generate(**one, max_new_tokens=4, do_sample=False, use_cache=False)[0, -4:] for one in given]
+    worker = namespace["Worker"](model, tokenizer)
+    assert worker.batch(prompts, 4) == [tokenizer.decode(ids, skip_special_tokens=True) for ids in alone]
+    assert "".join(worker.stream(prompts[0], 4)).split() == tokenizer.decode(alone[0], skip_special_tokens=True).split()
