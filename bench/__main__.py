@@ -6,60 +6,13 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import typer
 
+from bench.cli import Against, Batches, Blocks, Cases, Dtype, Json, Layers, Limit, Seconds, Small, models, numbers, settings
+from bench.commands import register
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-
-Against = Annotated[str, typer.Option("--against", "--sides", help="Sides, by commas (bench/comparators.py names them).")]
-Json = Annotated[Path | None, typer.Option("--json", help="File for everything that was measured.")]
-Seconds = Annotated[float | None, typer.Option("--budget", help="Seconds that the run may take; what no longer fits is skipped.")]
-Blocks = Annotated[int, typer.Option(min=1, help="Interleaved blocks of which the median is taken.")]
-Dtype = Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; left out: the case's own.")]
-Limit = Annotated[float | None, typer.Option(help="Seconds that compiling a side may take; a side that takes longer is left out.")]
-Small = Annotated[bool, typer.Option("--small", help="Toy sizes, to try the harness anywhere.")]
-Layers = Annotated[int | None, typer.Option(min=1, help="Layers of each model; left out: as in bench/shapes.py.")]
-Batches = Annotated[str, typer.Option(help="Batch sizes, by commas.")]
-Cases = Annotated[str, typer.Option(help="Models, by commas (bench/shapes.py).")]
-
-
-def settings(
-    against: str, blocks: int, dtype: str | None, small: bool, budget: float | None, json: Path | None, limit: float | None = None
-):
-    """The settings of a command; a mistake in them ends it before anything is measured."""
-    import torch
-
-    from bench.comparators import DTYPES, sides_of
-    from bench.report import Settings
-    from bench.timing import Budget
-
-    if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    try:
-        sides = sides_of(against)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    return Settings(sides, blocks, dtype, small, "cuda" if torch.cuda.is_available() else "cpu", Budget(budget), json, limit)
-
-
-def numbers(text: str) -> list[int]:
-    """Integers from a list with commas."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of numbers") from None
-
-
-def models(text: str, decoders: bool = False) -> list[str]:
-    """Names of shapes from a list with commas."""
-    from bench.shapes import SHAPES
-
-    known = [name for name, shape in SHAPES.items() if not decoders or shape.family != "bert"]
-    names = text.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"unknown model {', '.join(unknown)}; known: {', '.join(known)}")
-    return names
+register(app)
 
 
 @app.command("decode")
@@ -68,7 +21,7 @@ def decode_command(
     batches: Batches = "1",
     layers: Layers = None,
     cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
-    live: Annotated[int | None, typer.Option(help="Tokens in the cache when a step begins; left out: all but a block's.")] = None,
+    live: Annotated[str, typer.Option(help="Tokens in the cache when a step begins, by commas; left out: all but a block's.")] = "",
     length: Annotated[int, typer.Option(help="Tokens of an encoder's input.")] = 128,
     against: Against = "eager,default,reduce-overhead,max-autotune-no-cudagraphs,dsi,dsi-reduce-overhead",
     blocks: Blocks = 5,
@@ -82,9 +35,11 @@ def decode_command(
     from bench import decode
 
     shared = settings(against, blocks, dtype, small, budget, json, limit)
+    lives: list[int | None] = [*numbers(live)] if live else [None]
     if small:
-        cache, length, live = min(cache, 32), min(length, 16), None if live is None else min(live, 22)
-    decode.run(shared, models(cases), numbers(batches), layers, cache, live, length)
+        cache, length = min(cache, 32), min(length, 16)
+        lives = [None if tokens is None else min(tokens, 22 - number) for number, tokens in enumerate(lives)]
+    decode.run(shared, models(cases), numbers(batches), layers, cache, lives, length)
 
 
 @app.command("prefill")
@@ -223,7 +178,9 @@ def compile_command(
 @app.command("generate")
 def generate_command(
     cases: Annotated[str, typer.Option(help="Models, by commas: shapes, or smollm2 (the real one). Left out: as the device allows.")] = "",
-    against: Annotated[str, typer.Option("--against", "--sides", help="Ways to generate, by commas (bench/generation.py).")] = "eager,static,dsi",
+    against: Annotated[
+        str, typer.Option("--against", "--sides", help="Ways to generate, by commas (bench/generation.py).")
+    ] = "eager,static,dsi",
     new: Annotated[int, typer.Option(min=2, help="Tokens that are made.")] = 128,
     length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 32,
     batch: Annotated[int, typer.Option(min=1, help="Prompts.")] = 1,

@@ -20,21 +20,28 @@ STEPS = 10  # back to back, in a block
 
 
 def run(
-    settings: Settings, cases: Sequence[str], batches: Sequence[int], layers: int | None, cache: int, live: int | None, length: int
+    settings: Settings,
+    cases: Sequence[str],
+    batches: Sequence[int],
+    layers: int | None,
+    cache: int,
+    lives: Sequence[int | None],
+    length: int,
 ) -> Report:
-    """Benchmark every case at every batch. `live`: tokens in the cache when a step begins (None: all but the block's); `length`: of an
+    """Benchmark every case at every batch. `lives`: tokens in the cache when a step begins (None: all but the block's); `length`: of an
     encoder's input."""
     report = Report("decode", settings)
     report.measure_rates()
     for name in cases:
-        for batch in batches if shapes.SHAPES[name].family != "bert" else (1,):
-            if report.fits(f"{name} b{batch}", 0 if settings.small else 20):
-                model, title = model_of(name, settings, layers, max(cache, length))
-                encoder = shapes.SHAPES[name].family == "bert"
-                work = encode(model, title, batch, length) if encoder else decode(model, title, batch, cache, live)
-                work.facts |= {"case": name, "layers": model.config.num_hidden_layers, "batch": batch}
-                compare(work, report)
-                del model, work
+        encoder = shapes.SHAPES[name].family == "bert"
+        for batch in (1,) if encoder else batches:
+            for live in (None,) if encoder else lives:
+                if report.fits(f"{name} b{batch}", 0 if settings.small else 20):
+                    model, title = model_of(name, settings, layers, max(cache, length))
+                    work = encode(model, title, batch, length) if encoder else decode(model, title, batch, cache, live)
+                    work.facts |= {"case": name, "layers": model.config.num_hidden_layers, "batch": batch}
+                    compare(work, report)
+                    del model, work
     summary(report)
     return report
 
@@ -70,11 +77,19 @@ class Cache:
         self.positions = [layer.cumulative_length for layer in self.cache.layers]
         if live:
             model(input_ids=token_ids(model, batch, live), logits_to_keep=1, **self.argument)
+        self.start_at(live)
+
+    def start_at(self, live: int) -> None:
+        """Steps begin after `live` tokens from now on."""
         self._start = [torch.full_like(position, live) for position in self.positions]
 
     def rewind(self) -> None:
         """Set the position back: one launch."""
         torch._foreach_copy_(self.positions, self._start)
+
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of every layer."""
+        return [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values)]
 
     def widened(self, model: Any, batch: int, room: int) -> Cache:
         """The same contents and position for a model of another dtype."""
@@ -86,6 +101,17 @@ class Cache:
         return other
 
 
+def decoded(model: Any, cache: Cache, batch: int) -> Callable[[Side], Callable[[], Tensor]]:
+    """For a side: the call that decodes one token after what is in `cache`, and returns its logits."""
+    step = token_ids(model, batch, 1)
+
+    def call_for(side: Side) -> Callable[[], Tensor]:
+        forward = side.compile(model)
+        return lambda: forward(input_ids=step, **cache.argument).logits
+
+    return call_for
+
+
 def decode(model: Any, title: str, batch: int, room: int, live: int | None) -> Workload:
     """A decode step of `batch` sequences whose cache has room for `room` tokens, of which `live` are there."""
     live = room - STEPS if live is None else live
@@ -93,11 +119,10 @@ def decode(model: Any, title: str, batch: int, room: int, live: int | None) -> W
         raise ValueError(f"a block of {STEPS} steps needs 0 < live <= {room - STEPS}; {live} tokens of a cache of {room} were asked for")
     with torch.no_grad():
         cache = Cache(model, batch, room, live)
-    step = token_ids(model, batch, 1)
+    step, call_for = token_ids(model, batch, 1), decoded(model, cache, batch)
 
     def compile_for(side: Side) -> list[Callable[[], Tensor]]:
-        forward = side.compile(model)
-        return [lambda: forward(input_ids=step, **cache.argument).logits] * STEPS
+        return [call_for(side)] * STEPS
 
     def reference() -> Tensor:
         wide = copy.deepcopy(model).to(WIDER[model.dtype])

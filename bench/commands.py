@@ -1,0 +1,126 @@
+"""The commands of `python -m bench` that check, draw, compare with DeepSpeed, and run the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.cli import Against, Batches, Blocks, Cases, Dtype, Json, Layers, Limit, Seconds, Small, models, numbers, settings
+
+HEADS = {768: 12, 1600: 25, 4096: 32, 64: 4}
+LAYERS = {768: 12, 1600: 12, 4096: 8, 64: 2}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    for name, command in (
+        ("all", all_command),
+        ("plot", plot_command),
+        ("repeat", repeat_command),
+        ("sanitize", sanitize_command),
+        ("deepspeed", deepspeed_command),
+    ):
+        app.command(name)(command)
+
+
+def all_command(
+    seconds: Annotated[float, typer.Option(help="Seconds that all of it may take.")] = 570.0,
+    out: Annotated[Path, typer.Option(help="Folder for results.json, log.txt and roofline.svg.")] = Path("out/bench"),
+    rows: Annotated[str, typer.Option(help="Rows, by commas, in that order; left out: all, the most important first.")] = "",
+    sides: Annotated[str, typer.Option(help="ours, quick, tuned or slow; or sides, by commas.")] = "quick",
+    small: Small = False,
+    show: Annotated[bool, typer.Option("--list", help="Print the rows and what each takes, and run nothing.")] = False,
+) -> None:
+    """The benchmarks in order of importance within a time, each in a process of its own."""
+    from bench import everything
+    from bench.comparators import sides_of
+
+    try:
+        listed = everything.chosen(rows)
+        sides_of(everything.SIDES.get(sides, sides))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if show:
+        everything.listing(sides)
+    elif not everything.Everything(seconds, out, sides, small).run(listed):
+        raise typer.Exit(1)
+
+
+def plot_command(
+    files: Annotated[list[Path], typer.Argument(help="Files that --json has written, or results.json of `all`.")],
+    out: Annotated[Path, typer.Option(help="The picture: .svg, or with matplotlib .png.")] = Path("roofline.svg"),
+) -> None:
+    """The share of the roofline by model, batch and side, as a picture."""
+    from bench import plot
+
+    try:
+        plot.draw(files, out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(str(out))
+
+
+def repeat_command(
+    cases: Cases = "gpt2,llama-3-8b",
+    batches: Batches = "1,16",
+    layers: Layers = None,
+    runs: Annotated[int, typer.Option(min=1, help="Steps that are compared with the first.")] = 1000,
+    against: Against = "dsi,dsi-reduce-overhead",
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+) -> None:
+    """Whether a decode step gives the same bits every time, with other work on the chip."""
+    from bench import repeat
+
+    shared = settings(against, 1, dtype, small, budget, json)
+    room, count = (48, min(runs, 8)) if small else (512, runs)
+    if not repeat.good(repeat.run(shared, models(cases, decoders=True), numbers(batches), layers, room, count)):
+        raise typer.Exit(1)
+
+
+def sanitize_command(
+    cases: Cases = "gpt2,llama-3.2-1b",
+    batches: Batches = "1",
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+    limit: Annotated[float, typer.Option(help="Seconds that one process may take.")] = 240.0,
+    child: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """One layer of GPT-2 and one of Llama under compute-sanitizer's memcheck."""
+    from bench import sanitize
+
+    shared = settings("dsi", 1, dtype, small, budget, json)
+    if child is not None:
+        sanitize.one_layer(shared, child, numbers(batches)[0])
+    elif not sanitize.good(sanitize.run(shared, models(cases, decoders=True), numbers(batches), limit)):
+        raise typer.Exit(1)
+
+
+def deepspeed_command(
+    width: Annotated[int, typer.Option(help=f"Hidden size: {', '.join(map(str, HEADS))}; one a process.")] = 768,
+    layers: Layers = None,
+    live: Annotated[int, typer.Option(min=2, help="Tokens in the cache when a step begins.")] = 502,
+    room: Annotated[int, typer.Option(help="Tokens that the cache has room for.")] = 512,
+    against: Against = "eager,reduce-overhead,dsi,deepspeed",
+    blocks: Blocks = 5,
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+    limit: Limit = None,
+) -> None:
+    """A step through GPT-2's layers by DeepSpeed's fused layers beside dsi and torch.compile."""
+    from bench import deepspeed_side
+
+    if small:
+        width, live, room = 64, min(live, 20), min(room, 32)
+    if width not in HEADS:
+        raise typer.BadParameter(f"no number of heads is known for the width {width}; known: {', '.join(map(str, HEADS))}")
+    shared = settings(against, blocks, dtype, small, budget, json, limit)
+    deepspeed_side.run(shared, deepspeed_side.Sizes(width, HEADS[width], layers or LAYERS[width], room, live))

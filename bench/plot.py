@@ -1,0 +1,133 @@
+"""`python -m bench plot RESULTS.json …`: the share of the roofline that each side reaches, by model and batch, as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+COLOURS = ("#0b6e4f", "#35b37e", "#98d8b4", "#c9704a", "#8e6fb0", "#5b84b1", "#9aa0a6", "#c2a83e", "#b0527a")  # dsi's sides green, first
+BAR, GAP, GROUP_GAP, LABEL, PLOT, TEXT = 13, 2, 14, 300, 560, 6.4
+FIRST = ("dsi-max-autotune", "dsi-reduce-overhead", "dsi")
+NOTHING = "nothing to draw: no row has a share of the roofline, which is measured on a CUDA device only"
+Rows = dict[str, dict[str, float]]  # what was run -> side -> share of the roofline
+
+
+def read(files: Sequence[Path]) -> tuple[Rows, str]:
+    """The shares in result files (a later file's where two have the same row and side), and where they were measured. Raises ValueError."""
+    rows: Rows = {}
+    devices: dict[str, None] = {}
+    for file in files:
+        try:
+            content = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} is no result of a benchmark: {error}") from None
+        for part in content.get("runs", [content]):  # `bench all` keeps the contents of many files in one
+            for row in part.get("rows", ()):
+                shares = {side: found["roofline share"] for side, found in row.get("sides", {}).items() if found.get("roofline share")}
+                if shares:
+                    rows.setdefault(label_of(row), {}).update(shares)
+                    devices[str(part.get("machine", {}).get("device", "?"))] = None
+    if not rows:
+        raise ValueError(NOTHING)
+    return rows, ", ".join(devices)
+
+
+def label_of(row: Mapping[str, Any]) -> str:
+    """What a row ran, in a few words: model, layers, batch, and the tokens."""
+    if "case" not in row:
+        return str(row["title"])
+    layers = f", {row['layers']} layers" if "layers" in row else ""
+    tokens = f", {row['live']} of {row['cache']} tokens" if "live" in row and "cache" in row else ""
+    tokens = f", {row['length']} tokens" if "length" in row else tokens
+    return f"{row['case']}{layers}, b{row.get('batch', 1)}{tokens}"
+
+
+def order_of(rows: Rows) -> list[str]:
+    """The sides that occur: dsi's first, then in the order of their names."""
+    return sorted({side for shares in rows.values() for side in shares}, key=lambda side: (side not in FIRST, side))
+
+
+def svg(rows: Rows, title: str) -> str:
+    """A picture of bars, a group each row."""
+    sides = order_of(rows)
+    colour = {side: COLOURS[number % len(COLOURS)] for number, side in enumerate(sides)}
+    width, top = LABEL + PLOT + 70, 76 + 18 * ((len(sides) + 3) // 4 - 1)
+    parts, y = [], float(top)
+    for label, shares in rows.items():
+        drawn = [side for side in sides if side in shares]
+        height = len(drawn) * (BAR + GAP)
+        parts.append(f'<text x="{LABEL - 10}" y="{y + height / 2 + 4:.1f}" text-anchor="end">{escape(label)}</text>')
+        for side in drawn:
+            long = max(min(shares[side], 1.0) * PLOT, 1.0)
+            words = f"{escape(label)}: {escape(side)} {shares[side]:.2f}"
+            parts.append(
+                f'<rect x="{LABEL}" y="{y:.1f}" width="{long:.1f}" height="{BAR}" fill="{colour[side]}"><title>{words}</title></rect>'
+            )
+            parts.append(f'<text class="small" x="{LABEL + long + 5:.1f}" y="{y + BAR - 3:.1f}">{shares[side]:.2f}</text>')
+            y += BAR + GAP
+        y += GROUP_GAP
+    grid = [
+        f'<line x1="{LABEL + PLOT * step / 4:.1f}" x2="{LABEL + PLOT * step / 4:.1f}" y1="{top - 8}" y2="{y:.1f}"/>'
+        f'<text class="small" x="{LABEL + PLOT * step / 4:.1f}" y="{y + 14:.1f}" text-anchor="middle">{step / 4:.2f}</text>'
+        for step in range(5)
+    ]
+    legend = []
+    for number, side in enumerate(sides):
+        x, at = LABEL + (number % 4) * 150, 46 + 18 * (number // 4)
+        legend.append(f'<rect x="{x}" y="{at - 10}" width="11" height="11" fill="{colour[side]}"/>')
+        legend.append(f'<text class="small" x="{x + 16}" y="{at}">{escape(side)}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + 28:.0f}" viewBox="0 0 {width} {y + 28:.0f}" '
+        'font-family="sans-serif" font-size="12">\n'
+        "<style>.small{font-size:10.5px} line{stroke:#ddd}</style>\n"
+        f'<rect width="100%" height="100%" fill="#fff"/>\n<text x="12" y="22" font-size="15">{escape(title)}</text>\n'
+        + "\n".join([*grid, *legend, *parts])
+        + "\n</svg>\n"
+    )
+
+
+def png(rows: Rows, title: str, file: Path) -> None:
+    """The same bars by matplotlib. Raises ValueError where it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"{file}: PNG needs matplotlib (pip install matplotlib); a name that ends in .svg needs nothing") from None
+    sides = order_of(rows)
+    count = sum(map(len, rows.values()))
+    figure = Figure(figsize=(11, 1.6 + 0.17 * count + 0.12 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    at, ticks = 0.0, []
+    for label, shares in rows.items():
+        drawn = [side for side in sides if side in shares]
+        ticks.append((at + (len(drawn) - 1) / 2, label))
+        for side in drawn:
+            axes.barh(at, shares[side], 0.85, color=COLOURS[sides.index(side) % len(COLOURS)])
+            axes.text(shares[side] + 0.005, at, f"{shares[side]:.2f}", va="center", fontsize=7)
+            at += 1
+        at += 0.9
+    axes.set_yticks([place for place, _ in ticks], [label for _, label in ticks], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.05), title=title)
+    axes.legend([_patch(COLOURS[n % len(COLOURS)]) for n in range(len(sides))], sides, fontsize=8, loc="lower right")
+    figure.savefig(file, dpi=130)
+
+
+def _patch(colour: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour)
+
+
+def draw(files: Sequence[Path], out: Path) -> None:
+    """Draw the rows of `files` into `out`, by its ending. Raises ValueError with a sentence where that cannot be."""
+    rows, where = read(files)
+    title = f"Share of the roofline, {where}"
+    if out.suffix == ".png":
+        png(rows, title, out)
+    elif out.suffix == ".svg":
+        out.write_text(svg(rows, title))
+    else:
+        raise ValueError(f"{out}: a picture's name ends in .svg or .png")
