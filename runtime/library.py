@@ -60,8 +60,9 @@ def product(given: Sequence[Tensor], made: Tensor, options: dict[str, Any]) -> N
 
 def attention(given: Sequence[Tensor], made: Tensor, options: dict[str, Any]) -> None:
     """Queries [B, H, S, D], keys [B, G, J, D] and values [B, G, J, E] -> [B, H, S, E]."""
-    grouped = {"enable_gqa": True} if options["grouped"] else {}
-    made.copy_(F.scaled_dot_product_attention(*given, is_causal=options["causal"], scale=options["scale"], **grouped))
+    grouped: dict[str, Any] = {"enable_gqa": True} if options["grouped"] else {}
+    q, k, v = given
+    made.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=options["causal"], scale=options["scale"], **grouped))
 
 
 FUNCTIONS: dict[str, Callable[[Sequence[Tensor], Tensor, dict[str, Any]], None]] = {"product": product, "attention": attention}

@@ -214,12 +214,14 @@ class _Builder:
 
     def copy(self, node: fx.Node, slots: dict[fx.Node, Any]) -> None:
         """Adds a copy to the last step, if that copies, too: the lengths of a cache's layers are one launch, not one each."""
-        into, kind = slots[node.args[0]], (node.args[0].meta["val"].dtype, node.args[0].meta["val"].device)  # type: ignore[union-attr]
+        written, source = node.args[:2]
+        assert isinstance(written, fx.Node) and isinstance(source, fx.Node)
+        into, kind = slots[written], (written.meta["val"].dtype, written.meta["val"].device)
         if self.copies and self.copied == kind and into not in {other for other, _ in self.copies}:
             self.program.steps.pop()
         else:
             self.copies, self.copied = [], kind
-        self.copies.append((into, slots[node.args[1]]))
+        self.copies.append((into, slots[source]))
         sides = [[pair[side] for pair in self.copies] for side in (0, 1)]
 
         def lists(slot: str) -> str:

@@ -102,7 +102,13 @@ def _step_from_json(value: dict[str, Any]) -> Launch | LibraryCall:
         if value["function"] not in ("product", "attention"):
             raise ValueError(f"unknown library function {value['function']!r}")
         views = (
-            View(kind, number, *(tuple(map(expression_from_json, of)) for of in (sizes, strides)), expression_from_json(offset))
+            View(
+                kind,
+                number,
+                tuple(map(expression_from_json, sizes)),
+                tuple(map(expression_from_json, strides)),
+                expression_from_json(offset),
+            )
             for kind, number, sizes, strides, offset in value["operands"]
         )
         return LibraryCall(value["function"], tuple(views), value["options"])
