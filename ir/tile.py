@@ -259,3 +259,4 @@ class KernelSpec:
     nodes: list[str] = field(default_factory=list)  # "name = target(args)", one a member, in order
     source_lines: list[str] = field(default_factory=list)  # model source lines, "file.py:12  code"
     constants: frozenset[int] = frozenset()  # inputs that no kernel of the graph writes: they may be read before its kernels have ended
+    library: bool = False  # whether kernels of libraries (cuBLAS, SDPA) may be used

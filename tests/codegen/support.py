@@ -14,8 +14,10 @@ import sympy
 import torch
 from dsi.codegen import Choice, Kernel, generate
 from dsi.codegen.integers import normalise
+from dsi.codegen.kernel import LibraryCall, View
 from dsi.ir import tile as t
 from dsi.ir.tolerances import disagreement
+from dsi.runtime.library import FUNCTIONS
 
 
 @dataclass
@@ -138,34 +140,40 @@ def run(case: Case, interpreter, kernel: Kernel | None = None, choice: Choice | 
         kernel = pick(kernels, rows_of(case))
     sizes = {s: sympy.Integer(v) for s, v in bindings(case).items()}
     outputs = [o.clone() if o.is_contiguous() else o for o in case.outputs]
-    scratch = [
-        torch.full((int(normalise(w.size).xreplace(sizes)),), 0 if w.zeroed else 7, dtype=getattr(torch, w.dtype)) for w in kernel.workspaces
+    return execute(kernel, case.inputs, outputs, lambda expr: int(normalise(sympy.sympify(expr)).xreplace(sizes)), interpreter)
+
+
+def execute(kernel: Kernel, inputs: list, outputs: list[torch.Tensor], number, interpreter) -> list[torch.Tensor]:
+    """The outputs as a kernel's launches leave them, one after another, under the interpreter; `number` gives the value of a size."""
+    tensors = {"input": list(inputs), "output": outputs}
+    tensors["workspace"] = [
+        torch.full((number(w.size),), 0 if w.zeroed else 7, dtype=getattr(torch, w.dtype)) for w in kernel.workspaces
     ]
     for launch in kernel.launches:
-        arguments = []
-        for argument in launch.arguments:
-            if argument.kind == "input":
-                arguments.append(case.inputs[argument.number])
-            elif argument.kind == "output":
-                arguments.append(outputs[argument.number])
-            elif argument.kind == "workspace":
-                arguments.append(scratch[argument.number])
-            else:
-                arguments.append(int(normalise(argument.expr).xreplace(sizes)))
-        grid = tuple(int(normalise(g).xreplace(sizes)) for g in launch.grid)
+        if isinstance(launch, LibraryCall):
+            *given, made = (_view(view, tensors, number) for view in launch.operands)
+            FUNCTIONS[launch.function](given, made, launch.options)
+            continue
+        arguments = [number(a.expr) if a.kind == "size" else tensors[a.kind][a.number] for a in launch.arguments]
+        grid = tuple(map(number, launch.grid))
         if 0 in grid:
             continue
         constants = {**launch.constants, **({"PDL": False} if "PDL" in launch.constants else {})}
-        results = interpreter.run(kernel.source, launch.entry, grid, arguments, constants)
-        tensors = [(a.kind, a.number) for a in launch.arguments if a.kind != "size"]
-        for (kind, number), value in zip(tensors, results, strict=True):
-            if kind == "output":
-                outputs[number] = value
-            elif kind == "workspace":
-                scratch[number] = value
-    for workspace, left in zip(kernel.workspaces, scratch, strict=True):
+        results = iter(interpreter.run(kernel.source, launch.entry, grid, arguments, constants))
+        for argument in launch.arguments:
+            if argument.kind != "size" and isinstance(tensors[argument.kind][argument.number], torch.Tensor):
+                value = next(results)
+                if argument.kind != "input":
+                    tensors[argument.kind][argument.number] = value
+    for workspace, left in zip(kernel.workspaces, tensors["workspace"], strict=True):
         assert not workspace.zeroed or not left.any(), "a kernel leaves its counters as it found them"
-    return outputs
+    return tensors["output"]
+
+
+def _view(view: View, tensors: dict[str, list], number) -> torch.Tensor:
+    tensor = tensors[view.kind][view.number]
+    sizes, strides = ([number(expr) for expr in numbers] for numbers in (view.sizes, view.strides))
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + number(view.offset))
 
 
 def check(case: Case, interpreter, kernel: Kernel | None = None, choice: Choice | None = None) -> None:

@@ -12,7 +12,7 @@ from dsi.ir.tolerances import disagreement
 
 from tests.ir.bodies import body_of, dsi
 
-from .support import pick
+from .support import execute, pick
 
 B, S = 3, 5
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
@@ -23,7 +23,7 @@ def heads(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.view(x.shape[0], x.shape[1], -1, size).transpose(1, 2)
 
 
-def assert_kernel_computes(function, inputs, interpreter, dynamic=(), region="region", rows=None) -> str:
+def assert_kernel_computes(function, inputs, interpreter, dynamic=(), region="region", choice=None) -> str:
     """Runs the kernel of `function`'s body; returns its source. The reference is `function` in fp64."""
     body = body_of(function, inputs, dynamic)
     plan = plan_region(body)
@@ -34,24 +34,15 @@ def assert_kernel_computes(function, inputs, interpreter, dynamic=(), region="re
     def value(expr) -> int:
         return int(normalise(sympy.sympify(expr).xreplace(numbers)))
 
-    kernels = generate(spec)
+    kernels = generate(spec, choice)
     count = plan.queries if hasattr(plan, "queries") else plan.rows
     kernel = pick(kernels, value(count))
-    (launch,) = kernel.launches
     outputs = []
     for tensor, store in zip(spec.outputs, stores_in_order(plan, len(spec.outputs)), strict=True):
         shape, strides = [value(s) for s in tensor.sizes], [value(s) for s in tensor.strides]
         fresh = torch.empty_strided(shape, strides, dtype=tensor.dtype).fill_(0 if not tensor.dtype.is_floating_point else float("nan"))
         outputs.append(inputs[store.base].clone() if store.base is not None else fresh)
-    arguments = []
-    for argument in launch.arguments:
-        source = {"input": inputs, "output": outputs}.get(argument.kind)
-        arguments.append(source[argument.number] if source is not None else value(argument.expr))
-    results = interpreter.run(kernel.source, launch.entry, tuple(value(g) for g in launch.grid), arguments, launch.constants)
-    tensors = [a for a in launch.arguments if a.kind != "size"]
-    for argument, result in zip(tensors, results, strict=True):
-        if argument.kind == "output":
-            outputs[argument.number] = result
+    outputs = execute(kernel, inputs, outputs, value, interpreter)
     expected = function(*(v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in inputs))
     for number, (result, wanted) in enumerate(zip(outputs, expected if isinstance(expected, tuple) else (expected,), strict=True)):
         difference = disagreement(result, wanted.to(result.dtype))
