@@ -19,6 +19,7 @@ from typing import Any
 from dsi.ir import tile as t
 from pydantic import BaseModel, ConfigDict, Field
 
+from . import attention_defaults
 from .devices import Device, find_device
 from .kernel import Choice
 from .library import possible
@@ -82,9 +83,9 @@ def entry(spec: t.KernelSpec, choice: Choice, us: float, rows: int | None = None
 
 def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice | None:
     """The choice for a region of at most `max_rows` rows (None: any number, or the number that its plan has) on a device, by its CUDA name;
-    None where nothing near was measured on such a device, or the region is no linear."""
+    None where nothing near was measured on such a device."""
     if not isinstance(spec.plan, t.LinearPlan):
-        return None
+        return attention_defaults.lookup(spec, max_rows, device_name)
     device = find_device(device_name)
     known = rows_of(spec.plan).is_Integer
     work = _work(spec, max_rows)

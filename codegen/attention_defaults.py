@@ -1,0 +1,93 @@
+"""Choices for attention of one query that were measured to be the fastest, as `defaults` holds them for linears.
+
+`attention_defaults.json` has, for each device, what won in sweeps over caches of which a quarter was live. An attention that was not
+measured takes the choice of the nearest one that was: programs and the keys of each decide its time, and both change little within a
+factor of two.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from dsi.ir import tile as t
+from pydantic import BaseModel, ConfigDict, Field
+
+from .devices import find_device
+from .kernel import Choice
+from .roofline import assumptions, evaluate
+
+FILE = Path(__file__).with_name("attention_defaults.json")
+FORMAT = 1
+NEAR = 1.0  # doublings
+
+
+class AttentionEntry(BaseModel):
+    """One measured attention of a single query: `heads` key heads of all sequences together, `group` query heads a key head, `keys` of
+    the cache, `size` channels of a head, bytes of an element, whether a bool mask hides keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    heads: int = Field(ge=1)
+    group: int = Field(ge=1)
+    keys: int = Field(ge=1)
+    size: int = Field(ge=1)
+    itemsize: int = 2
+    masked: bool = True
+    choice: dict[str, Any]
+    us: float = Field(gt=0)
+
+    def distance(self, other: AttentionEntry) -> float | None:
+        """How far another is, in doublings; None where a choice for this one is none for that."""
+        if (self.group, self.size, self.itemsize, self.masked) != (other.group, other.size, other.itemsize, other.masked):
+            return None
+        return abs(math.log2(self.heads / other.heads)) + abs(math.log2(self.keys / other.keys))
+
+
+def entry(spec: t.KernelSpec, choice: dict[str, Any], us: float) -> AttentionEntry | None:
+    """What an attention region is looked up by, with a choice and its time; None where nothing is kept for such a one."""
+    plan = spec.plan
+    plain = isinstance(plan, t.AttentionPlan) and plan.bias is None and not plan.window and not plan.softcap
+    if not plain or plan.head_size != plan.value_size or (plan.mask is not None and plan.mask.dtype != torch.bool):
+        return None
+    assumed = assumptions(plan, Choice("attention_decode", 1, 1, 1))
+    batch, keys = int(evaluate(plan.batch, assumed)), max(int(evaluate(plan.keys, assumed)), 1)
+    return AttentionEntry(
+        heads=max(batch, 1) * plan.kv_heads,
+        group=plan.heads // plan.kv_heads,
+        keys=keys,
+        size=plan.head_size,
+        itemsize=plan.dtype.itemsize,
+        masked=plan.mask is not None,
+        choice=choice,
+        us=us,
+    )
+
+
+def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice | None:
+    """The choice for an attention region of one query on a device, by its CUDA name; None where nothing near was measured."""
+    plan = spec.plan
+    if not isinstance(plan, t.AttentionPlan) or (max_rows != 1 and plan.queries != 1):
+        return None
+    wanted = entry(spec, {}, 1.0)
+    if wanted is None:
+        return None
+    near = [(apart, other) for other in table().get(find_device(device_name).name, ()) if (apart := other.distance(wanted)) is not None]
+    near = [(apart, other) for apart, other in near if apart <= NEAR]
+    if not near:
+        return None
+    _, nearest = min(near, key=lambda found: found[0])
+    return Choice(**{"max_rows": None if plan.queries == 1 else max_rows, **nearest.choice})
+
+
+@functools.cache
+def table() -> dict[str, tuple[AttentionEntry, ...]]:
+    """The entries that ship, by the name of the device. Raises ValueError where the file is of another format."""
+    stored = json.loads(FILE.read_text(encoding="utf-8"))
+    if stored.get("format") != FORMAT:
+        raise ValueError(f"{FILE.name} has format {stored.get('format')}, and {FORMAT} is read")
+    return {device: tuple(AttentionEntry(**value) for value in values) for device, values in stored["devices"].items()}
