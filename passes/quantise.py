@@ -19,6 +19,7 @@ from dsi.ir import ops
 from dsi.ir.context import Context, QuantisedWeight
 from dsi.ir.errors import DsiError, Refusal
 from dsi.ir.options import Options
+from dsi.ir.pull import args_of
 from dsi.ir.quantised_ops import linear_int8
 from dsi.ir.source import source_line
 from dsi.quantize.formats import ROW, Format, Grouping
@@ -66,7 +67,7 @@ class _Stage:
     def run(self) -> None:
         for linear in self.graph.find_nodes(op="call_function", target=ops.linear):
             reason = self._why_kept(linear)
-            weight = linear.args[1]
+            weight = args_of(linear)[1]
             if reason is None:
                 what = f"quantise.int8: {linear.name} at {source_line(linear) or 'an unknown line'} ({self.context.weights[weight.name]})"
                 if not self.context.fuel.take(what):
@@ -82,7 +83,7 @@ class _Stage:
         return self.context.weights.get(weight.name, weight.name)
 
     def _why_kept(self, linear: fx.Node) -> str | None:
-        weight = linear.args[1]
+        weight = args_of(linear)[1]
         if weight.op != "placeholder":
             return "it is computed in the graph, no weight"
         if weight.name not in self.context.weights:
@@ -110,7 +111,7 @@ class _Stage:
         return found
 
     def _rewrite(self, linear: fx.Node) -> None:
-        weight, kn = linear.args[1], bool(linear.kwargs.get("kn", False))
+        weight, kn = args_of(linear)[1], bool(linear.kwargs.get("kn", False))
         bias = linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
         entries, scales, group = self._pack(linear, weight, kn)
         with self.graph.inserting_before(linear):
@@ -140,7 +141,7 @@ class _Stage:
                 pack.meta["val"] = quantize_weight(fake, **given)
             for node, value in zip((pack, *parts), (pack.meta["val"], *pack.meta["val"]), strict=True):
                 node.meta |= {"val": value, "dsi_provenance": ("quantise.int8", weight.name), "dsi_weight": self._name(weight)}
-            self.packs[key] = (*parts, group)
+            self.packs[key] = parts[0], parts[1], group
             after = sum(value.nbytes for value in pack.meta["val"])
             self.context.report.quantised.append(
                 QuantisedWeight(self._name(weight), tuple(fake.shape), str(Format(grouping)), fake.nbytes, after)

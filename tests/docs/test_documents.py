@@ -29,7 +29,7 @@ def test_python_of_a_document_runs(document, tmp_path, monkeypatch):
 def test_the_documents_for_users_have_python():
     assert {
         *("README.md", "docs/quickstart.md", "docs/how_it_works.md", "docs/rules.md"),
-        *("docs/options.md", "docs/limits.md", "docs/troubleshooting.md", "docs/engine.md"),
+        *("docs/options.md", "docs/limits.md", "docs/troubleshooting.md", "docs/engine.md", "docs/int8.md"),
     } <= {d for d in DOCUMENTS if blocks(d)}
 
 
