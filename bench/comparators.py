@@ -28,13 +28,18 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 @dataclass(frozen=True)
 class Side:
     """One way to run a model. `captures`: the harness may capture its calls in a CUDA graph of its own. `seconds`: what compiling eight
-    layers is expected to take at most, until this run has measured it."""
+    layers is expected to take at most, until this run has measured it. `slack`: how many times eager's own error it may have."""
 
     name: str
     backend: str | None
     mode: str | None
     captures: bool
     seconds: float
+    slack: float = SLACK
+
+    def bound(self, eager: float) -> float:
+        """The error against the wider dtype that it may have, where eager's is so large."""
+        return self.slack * eager + FLOOR
 
     def compile(self, function: Any) -> Any:
         """`function` (or a module) as this side runs it."""
@@ -58,7 +63,8 @@ SIDES = {
         Side("dsi-reduce-overhead", "dsi", "reduce-overhead", False, 25),
         Side("dsi-max-autotune", "dsi", "max-autotune", False, 90),
         Side("dsi-max-autotune-no-cudagraphs", "dsi", "max-autotune-no-cudagraphs", True, 90),
-        Side("deepspeed", "deepspeed", None, True, 120),  # bench/deepspeed_side.py knows how to compile for it, nothing else does
+        # bench/deepspeed_side.py knows how to run it, nothing else does. It is not ours to be judged by our bound.
+        Side("deepspeed", "deepspeed", None, True, 120, slack=50.0),
     )
 }
 
@@ -121,15 +127,15 @@ def compare(workload: Workload, report: Report) -> list[Outcome]:
         eager = run_checked(workload, calls)
         workload.prepare()
         activations = transient(calls[0])
-        bound = SLACK * timing.relative_error(eager, reference) + FLOOR
+        error = timing.relative_error(eager, reference)
         for name in report.settings.against:
             side = SIDES[name]
             expected = _measured.get(name, side.seconds if not report.settings.small else 0.0) * workload.weight
             if report.fits(f"{workload.title}: {name}", expected):
-                outcomes.append(_ready(workload, side, reference, eager, bound, report))
+                outcomes.append(_ready(workload, side, reference, eager, side.bound(error), report))
         for outcome in outcomes:  # after everything is compiled: what a graph of ours holds must not move any more
             if outcome.timer is not None and outcome.side.captures and torch.cuda.is_available():
-                _capture(outcome.timer, workload, bound, outcome)
+                _capture(outcome.timer, workload, outcome.side.bound(error), outcome)
         timers = [outcome.timer for outcome in outcomes if outcome.timer is not None]
         report.say(f"{workload.title}: timing {len(timers)} sides in {report.settings.blocks} blocks")
         try:

@@ -60,9 +60,14 @@ def sanitizer() -> str | None:
     return next((tool for tool in found if tool), None)
 
 
-def _checked(settings: Settings, tool: str, name: str, batch: int, seconds: float) -> dict[str, Any]:
+def child_command(settings: Settings, name: str, batch: int) -> list[str]:
+    """What runs `one_layer` in a process of its own."""
     own = [sys.executable, "-m", "bench", "sanitize", "--child", name, "--batches", str(batch)]
-    own += (["--dtype", settings.dtype] if settings.dtype else []) + (["--small"] if settings.small else [])
+    return own + (["--dtype", settings.dtype] if settings.dtype else []) + (["--small"] if settings.small else [])
+
+
+def _checked(settings: Settings, tool: str, name: str, batch: int, seconds: float) -> dict[str, Any]:
+    own = child_command(settings, name, batch)
     found: dict[str, Any] = {}
     for command, more in ((own, {}), ([tool, "--tool", "memcheck", *own], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})):
         start = time.monotonic()

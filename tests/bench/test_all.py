@@ -1,0 +1,174 @@
+"""The run of all benchmarks, the picture of their results, DeepSpeed's side where it is not installed, the parts of a compilation."""
+
+import importlib.util
+import json
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from bench import compile_time, everything, plot
+from bench.__main__ import app
+from bench.everything import Everything, Row
+
+
+def run(*words):
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+def side(share, device=1.0):
+    return {"device": device, "wall": 2 * device, "roofline share": share, "problem": "", "kernels": {}}
+
+
+def content(**rows):
+    shared = {"layers": 8, "batch": 1, "live": 502, "cache": 512, "roofline ms": 0.5}
+    listed = [{"title": name, "case": name, **shared, "sides": sides} for name, sides in rows.items()]
+    return {"machine": {"device": "a <chip>"}, "rows": listed, "skipped": []}
+
+
+# --------------------------------------------------------------------------------------------------------------------------- all
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Commands that `all` would have run, with what each leaves and how it ends, by the first word after `bench`."""
+    commands, ends = [], {}
+
+    def run_within(command, limit, log):
+        commands.append((command, limit))
+        state, left = ends.get(command[3], (("ok", ""), content(gpt2={"dsi": side(0.8), "eager": side(0.1, 8.0)})))
+        if left is not None:
+            file = command[command.index("--json") + 1]
+            with open(file, "w") as out:
+                json.dump(left, out)
+        return state
+
+    monkeypatch.setattr(everything, "run_within", run_within)
+    return commands, ends
+
+
+def test_one_that_fails_loses_no_other(ran, tmp_path, capsys):
+    commands, ends = ran
+    ends["prefill"] = (("failed", "exit status 1: no such kernel"), None)
+    rows = [Row("a", ("prefill",), 10), Row("b", ("decode",), 10), Row("c", ("repeat",), 10, 0)]
+    assert not Everything(1000, tmp_path, "quick", small=False).run(rows)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [state["state"] for state in found["states"]] == ["failed", "ok", "ok"]
+    assert [run["row"] for run in found["runs"]] == ["b", "c"] and found["runs"][0]["machine"]["device"] == "a <chip>"
+    assert (tmp_path / "roofline.svg").exists()
+    printed = capsys.readouterr().out
+    assert "no such kernel" in printed and "8.00 x" in printed and "roofline 0.50" in printed
+    assert [("--sides" in command) for command, _ in commands] == [True, True, False]
+
+
+def test_what_does_not_fit_the_time_is_skipped(ran, tmp_path):
+    commands, _ = ran
+    rows = [Row("long", ("decode",), 500), Row("short", ("decode",), 20)]
+    assert not Everything(100, tmp_path, "quick", small=False).run(rows)
+    states = json.loads((tmp_path / "results.json").read_text())["states"]
+    assert [state["state"] for state in states] == ["skipped", "ok"]
+    ((command, limit),) = commands
+    assert limit == pytest.approx(50, abs=1) and float(command[command.index("--budget") + 1]) < limit
+
+
+def test_sides_that_compile_long_are_counted():
+    row = Row("8b", ("decode",), 60, 4)
+    assert row.expected(["dsi"]) == 60 and row.expected(["max-autotune", "dsi"]) == 60 + 4 * everything.COMPILES["max-autotune"]
+
+
+def test_a_command_is_stopped_with_what_it_started(tmp_path):
+    log = tmp_path / "log.txt"
+    start = time.monotonic()
+    words = [sys.executable, "-c", "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '60'])"]
+    state, why = everything.run_within(words, 1.0, log)
+    assert (state, why) == ("stopped", "after 1 s") and time.monotonic() - start < 20
+    assert everything.run_within([sys.executable, "-c", "raise SystemExit('no chip')"], 60, log) == ("failed", "exit status 1: no chip")
+    assert everything.run_within([sys.executable, "-c", ""], 60, log) == ("ok", "")
+    assert log.read_text().count("$ ") == 3 and "begun" in log.read_text()
+
+
+def test_every_row_is_a_command_that_is_understood(tmp_path):
+    from typer.main import get_command
+
+    group = get_command(app)
+    for row in everything.ROWS:
+        command = group.commands[row.words[0]]
+        more = ["--json", str(tmp_path / "x"), "--budget", "5", "--small", *(["--sides", "dsi"] if row.workloads else [])]
+        command.make_context(row.words[0], [*row.words[1:], *more])  # raises where an option is unknown
+
+
+@pytest.mark.parametrize(("words", "named"), [(("--rows", "gpt5"), "gpt5"), (("--sides", "fastest"), "fastest")])
+def test_mistakes_are_named(words, named):
+    code, output = run("all", *words)
+    assert code == 2 and named in output
+
+
+@pytest.mark.slow
+def test_all_at_toy_sizes(tmp_path):
+    code, output = run("all", "--small", "--rows", "gpt2,attention", "--sides", "eager", "--out", tmp_path)
+    assert code == 0, output
+    assert [run["row"] for run in json.loads((tmp_path / "results.json").read_text())["runs"]] == ["gpt2", "attention"]
+
+
+# ------------------------------------------------------------------------------------------------------------------------- pictures
+
+
+def test_a_picture_has_a_bar_a_side(tmp_path):
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one.write_text(json.dumps(content(gpt2={"dsi": side(0.52), "reduce-overhead": side(0.1), "default": side(None)})))
+    two.write_text(json.dumps({"runs": [content(gpt2={"max-autotune": side(0.3)}, xl={"dsi": side(0.7)})]}))
+    code, output = run("plot", one, two, "--out", tmp_path / "p.svg")
+    assert code == 0, output
+    text = (tmp_path / "p.svg").read_text()
+    assert text.count("<title>") == 4 and "gpt2, 8 layers, b1, 502 of 512 tokens: dsi 0.52" in text
+    assert "a &lt;chip&gt;" in text and "default" not in text
+    assert text.index(": dsi 0.52") < text.index(": max-autotune 0.30")
+
+
+def test_nothing_to_draw_is_said(tmp_path):
+    empty = tmp_path / "e.json"
+    empty.write_text(json.dumps(content(gpt2={"dsi": side(None)})))
+    for words, named in (((empty,), "no row has a share"), ((tmp_path / "none.json",), "none.json")):
+        code, output = run("plot", *words)
+        assert code == 2 and named in " ".join(output.split())
+    with pytest.raises(ValueError, match="ends in"):
+        plot.draw([_drawn(tmp_path)], tmp_path / "p.pdf")
+
+
+def _drawn(folder):
+    file = folder / "d.json"
+    file.write_text(json.dumps(content(gpt2={"dsi": side(0.5)})))
+    return file
+
+
+def test_a_png_by_matplotlib(tmp_path):
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(ValueError, match="matplotlib"):
+            plot.draw([_drawn(tmp_path)], tmp_path / "p.png")
+        return
+    plot.draw([_drawn(tmp_path)], tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------------------------------- DeepSpeed, compilation
+
+
+def test_deepspeeds_layers_are_left_out_where_it_is_not_installed(tmp_path):
+    file = tmp_path / "d.json"
+    code, output = run("deepspeed", "--small", "--sides", "eager,deepspeed", "--blocks", 1, "--json", file)
+    assert code == 0, output
+    found = json.loads(file.read_text())
+    (row,) = found["rows"]
+    assert row["sides"]["eager"]["problem"] == "" and row["sides"]["eager"]["error"] < 1e-5
+    if importlib.util.find_spec("deepspeed") is None:
+        assert "deepspeed" not in row["sides"] and "not installed" in found["skipped"][0]
+
+
+def test_parts_of_a_compilation_add_up():
+    own = {"guard": 0.1, "lift": 0.2, "fuse": 0.5, "kernels": 1.0, "after aot": 2.0}
+    parts = compile_time.parts_of(10.0, {"compile": 9.0, "backend": 4.0}, own)
+    assert sum(parts.values()) == pytest.approx(10.0)
+    assert parts["Dynamo"] == 5.0 and parts["AOTAutograd"] == pytest.approx(1.7) and parts["dsi, the rest"] == pytest.approx(0.5)
+    assert sum(compile_time.parts_of(10.0, {"compile": 9.0, "backend": 4.0}, {}).values()) == pytest.approx(10.0)
