@@ -96,10 +96,16 @@ def refresh(model: torch.nn.Module) -> int:
     For writes that torch cannot see: through `.data`, from outside torch, into tensors made under `torch.inference_mode`. A replaced
     Parameter, an in-place write and `load_state_dict` are seen without it.
     """
+    global refreshed
     found = {id(pack): pack for tensor in _tensors(model) for pack in _packs.get(tensor, {}).values()}
     for pack in found.values():
         pack.state = None
+    refreshed += 1
     return len(found)
+
+
+refreshed = 0
+"""How often `refresh` was called: whoever replays recorded work runs it anew when this has changed."""
 
 
 def _tensors(model: torch.nn.Module) -> Iterable[Tensor]:

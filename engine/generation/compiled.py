@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +38,30 @@ def _kept_guards(guards: Sequence[Any]) -> list[bool]:
     return ["_CAN_RECORD_REGISTRY" not in guard.name for guard in guards]
 
 
-@contextlib.contextmanager
-def loudly() -> Iterator[None]:
-    """Within: a function that is called with too many shapes is an error. Dynamo would go on uncompiled in silence."""
-    limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 8 * SHAPES, "fail_on_recompile_limit_hit": True}
-    with torch._dynamo.config.patch({name: value for name, value in limits.items() if hasattr(torch._dynamo.config, name)}):
-        yield
+class _Loudly(contextlib.ContextDecorator):
+    """Within: a function that is called with too many shapes is an error. Dynamo would go on uncompiled in silence.
+
+    Its configuration is the process's. Whoever is the first to enter, in whatever thread, changes it; the last one to leave puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._patch: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 8 * SHAPES, "fail_on_recompile_limit_hit": True}
+                self._patch = torch._dynamo.config.patch({n: v for n, v in limits.items() if hasattr(torch._dynamo.config, n)})
+                self._patch.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._patch.__exit__(*error)
+
+
+loudly = _Loudly()

@@ -66,23 +66,24 @@ class Generator:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, compiled, without gradients: same arguments, same output."""
-        with torch.no_grad(), loudly():
+        with torch.no_grad(), loudly:
             new, self._called = not self._called, True
             with compiling("forward", new):
                 return self._facade.stand_in()(*args, **kwargs)
 
-    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`: token ids, or a ModelOutput with `return_dict_in_generate`.
 
         Raises ValueError, before anything is computed, where the prompt and the new tokens together are more than `max_out_tokens`, or
         more than the model has positions for.
         """
-        prompt = _prompt_length(self.model, inputs, kwargs)
+        given = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
+        prompt = _prompt_length(self.model, given)
         if prompt is not None:
-            self._check(prompt, _asked(self.model, generation_config, kwargs, prompt))
-        with self._lock, torch.inference_mode(False), torch.no_grad(), loudly(), self._ordered():
+            self._check(prompt, _asked(self.model, given, prompt))
+        with self._lock, torch.inference_mode(False), torch.no_grad(), loudly, self._ordered():
             self.why_not_ours = "the way to generate is none of the loop's"
-            return self._facade.stand_in().generate(inputs, generation_config=generation_config, **kwargs)
+            return self._facade.stand_in().generate(*args, **kwargs)
 
     # --------------------------------------------------------------------------------------------------------------------- the loop
 
@@ -164,22 +165,23 @@ _CACHE_FIELD = next(
 )
 
 
-def _prompt_length(model: Any, inputs: Tensor | None, given: dict[str, Any]) -> int | None:
+def _prompt_length(model: Any, given: dict[str, Any]) -> int | None:
     """Tokens of the prompt, or those that a decoder behind an encoder starts with; None where it cannot be seen."""
-    name = "input_ids"
     if model.config.is_encoder_decoder:
-        name, inputs = "decoder_input_ids", None
-    ids = inputs if inputs is not None else given.get(name)
+        ids = given.get("decoder_input_ids")
+    else:
+        ids = next((given[name] for name in ("inputs", "input_ids") if given.get(name) is not None), None)
     if ids is None:
         return 1 if given.get("inputs_embeds") is None else None
     return ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 else None
 
 
-def _asked(model: Any, config: Any, given: dict[str, Any], prompt: int) -> int:
+def _asked(model: Any, given: dict[str, Any], prompt: int) -> int:
     """Tokens of a row at most, as transformers will work it out: arguments, then the call's configuration, then the model's."""
 
     def value(name: str) -> int | None:
-        found = (given.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
+        configs = (given.get("generation_config"), model.generation_config)
+        found = (given.get(name), *(getattr(config, name, None) for config in configs))
         return next((number for number in found if number is not None), None)
 
     if (new := value("max_new_tokens")) is not None:

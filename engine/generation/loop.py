@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dsi.runtime import packs
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -125,10 +126,12 @@ class Loop:
         return Made(state.ids[:, : n + self.taken].clone(), cache, request.held + request.fed + self.taken - 1)
 
     def fingerprint(self) -> Hashable:
-        """Changes where a weight lies elsewhere or a module is another: what was recorded reads the old one."""
+        """Changes where a weight lies elsewhere, was written to, or a module is another: what was recorded reads the old one, or an int8
+        form of it."""
         model = self.decoder.model
         tensors = [*model.parameters(), *model.buffers()]
-        return tuple(id(part) for part in model.modules()), tuple(tensor.data_ptr() for tensor in tensors)
+        weights = tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+        return tuple(id(part) for part in model.modules()), weights, packs.refreshed
 
     def measured(self) -> tuple[Callable[[], None], Callable[[], None], int] | None:
         """For benchmarks: what launches the last decode step once more, what sets its counters back to where the last request began to

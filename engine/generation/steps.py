@@ -31,7 +31,8 @@ class Steps:
         self._seen: set[Hashable] = set()
 
     def run(self, key: Hashable, step: Callable[[], Any]) -> None:
-        """Run `step`, or what was recorded of it."""
+        """Run `step`, or what was recorded of it for the current stream."""
+        key = self._here(key)
         found = self._recorded.get(key)
         if found is None and key in self._seen and self.recorder is not None and self.recorder.may_record():
             found = self._record(key, step, self.recorder)
@@ -46,8 +47,12 @@ class Steps:
 
     def replay(self, key: Hashable) -> Callable[[], None] | None:
         """What launches the record of `key`, to be measured; None where there is none."""
-        found = self._recorded.get(key)
+        found = self._recorded.get(self._here(key))
         return found[0] if found is not None else None
+
+    def _here(self, key: Hashable) -> Hashable:
+        """Kernels have scratch memory for each stream: a record belongs to the one that it is launched on."""
+        return (key, self.recorder.place() if self.recorder is not None else None)
 
     def forget(self) -> None:
         """Memory that steps use has moved: record them anew."""
@@ -60,7 +65,7 @@ class Steps:
             return ()
 
         try:
-            replay, _ = recorder.record(run, "engine")
+            replay, _ = recorder.record(run, recorder.place())
         except (RuntimeError, ValueError) as error:
             self.recorder = None
             self.problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

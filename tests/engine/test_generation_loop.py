@@ -8,6 +8,8 @@ from dsi.engine.generation import Generator
 from dsi.engine.generation.steps import Steps
 from generating import REFERENCE, eager, prompt, small_llama
 
+import dsi
+
 NEW = 8
 
 
@@ -164,6 +166,22 @@ def test_replaced_weights_and_moved_caches_are_recorded_anew(generator, stand):
     assert generator.loop.store.grown == grown + 1
     made, _, plain = launches(generator, ids, **how)
     assert plain == 2 and torch.equal(made, eager(generator.model, ids, **how))
+
+
+def test_written_weights_are_recorded_anew(generator, stand):
+    """What a step reads may be made of a weight, as int8 forms are."""
+    ids, how = prompt(1, 7), dict(max_new_tokens=NEW, eos_token_id=None)
+    for _ in range(2):
+        launches(generator, ids, **how)
+    with torch.no_grad():
+        generator.model.lm_head.weight.neg_()
+    made, _, plain = launches(generator, ids, **how)
+    assert plain == 2 and torch.equal(made, eager(generator.model, ids, **how))
+    generator.model.lm_head.weight.data.neg_()
+    dsi.refresh(generator.model)
+    made, _, plain = launches(generator, ids, **how)
+    assert plain == 2 and torch.equal(made, eager(generator.model, ids, **how))
+    assert launches(generator, ids, **how)[2] == 0
 
 
 def test_a_replaced_module_is_recorded_anew(generator, stand):
