@@ -38,7 +38,7 @@ def laid_out(value: torch.Tensor) -> torch.Tensor:
 def check(case: Case, choice: Choice, folder) -> None:
     """Runs a kernel many times without a pause: right, the same bits in every run, counters as they were."""
     (kernel,) = generate(case.spec, choice)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     module = load_module(kernel.source, folder)
     sizes = {s: sympy.Integer(v) for s, v in bindings(case).items()}
     number = lambda expr: int(normalise(sympy.sympify(expr)).xreplace(sizes))  # noqa: E731
