@@ -79,15 +79,17 @@ def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any
             wanted = dtype_of(dtype)
         except ValueError as error:
             raise DsiError(f"--dtype {dtype!r}: {error}") from None
-    elif place.type == "cpu":
+    if place.type == "cpu" and wanted in ("auto", torch.int8):
         wanted = torch.float32
+    elif wanted == torch.int8:
+        wanted = "auto"  # what is left floating-point; the engine makes the rest int8
     _check_folder(name)
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         both = getattr(config, "is_encoder_decoder", False)
         kind = transformers.AutoModelForSeq2SeqLM if both else transformers.AutoModelForCausalLM
-        model = kind.from_pretrained(name, dtype=torch.float32 if wanted == torch.int8 else wanted)
+        model = kind.from_pretrained(name, dtype=wanted)
     except (OSError, ValueError) as error:
         raise DsiError(_why(name, error)) from None
     return model.to(place), tokenizer

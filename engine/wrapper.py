@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ class InferenceEngine(nn.Module):
 
     * `engine(...)` is the module's forward, without gradients: same arguments, same output types.
     * `engine.generate(...)` takes what transformers' `generate` takes; there is none where the module cannot generate.
-    * `engine.module` is the module that was given, prepared in place; `engine.inference_config` what was asked for.
+    * `engine.module` is the module that was given, prepared in place; `engine.inference_config` what was asked for; `engine.generator`
+      what generates (None where nothing of dsi's does), which knows why a call did not run in its own loop (`why_not_ours`).
     * Every other attribute (`config`, `generation_config`, `can_generate`, ...) is the module's, to read and to write.
 
     An engine is always in eval mode.
@@ -33,7 +35,7 @@ class InferenceEngine(nn.Module):
         super().__init__()
         self.inference_config = config
         self.module = module
-        run, generate = _runners(module, config, self.device)
+        run, generate, generator = _runners(module, config, self.device)
 
         # Functions of the instance, so that their signatures are the module's: pipelines look at those.
         @functools.wraps(module.forward, updated=())
@@ -42,16 +44,17 @@ class InferenceEngine(nn.Module):
                 return run(*args, **kwargs)
 
         self.forward = forward
+        # The engine's own, where an assignment could go to the module.
+        self.__dict__["generator"] = generator
         if generate is not None:
-            self.__dict__["generate"] = generate  # the engine's own, where an assignment would go to the module
+            self.__dict__["generate"] = generate
         self.eval()
 
     @property
     def device(self) -> torch.device:
         """Where the module's weights are."""
-        tensor = next(self.module.parameters(), None)
-        tensor = next(self.module.buffers(), None) if tensor is None else tensor
-        return torch.device("cpu") if tensor is None else tensor.device
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,14 +98,17 @@ class InferenceEngine(nn.Module):
         return type(self), (self.module, self.inference_config)
 
 
-def _runners(module: nn.Module, config: InferenceConfig, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """What `engine(...)` and `engine.generate(...)` call."""
+_Call = Callable[..., Any]
+
+
+def _runners(module: Any, config: InferenceConfig, device: torch.device) -> tuple[_Call, _Call | None, Any]:
+    """What `engine(...)` and `engine.generate(...)` call, and the generator behind them."""
     generates = hasattr(module, "generate") and hasattr(module, "can_generate") and module.can_generate()
     if not config.replace_with_kernel_inject:
-        return module, module.generate if generates else None
+        return module, module.generate if generates else None, None
     graphs = device.type == "cuda" and config.enable_cuda_graph
     if not generates:
-        return _compiled(module, ({"mode": "reduce-overhead"} if graphs else {}) | config.options), None
+        return _compiled(module, ({"mode": "reduce-overhead"} if graphs else {}) | config.options), None, None
     from .generation import Generator
 
     # The loop owns every buffer that a recorded graph reads, so that there graphs are the rule and False the exception.
@@ -114,7 +120,7 @@ def _runners(module: nn.Module, config: InferenceConfig, device: torch.device) -
         options=config.options or None,
         cuda_graph=wanted,
     )
-    return generator.forward, generator.generate
+    return generator.forward, generator.generate, generator
 
 
 def _compiled(module: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
@@ -129,7 +135,7 @@ def _compiled(module: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal called
         new, called = not called, True
-        with loudly(), compiling("forward", new):
+        with loudly, compiling("forward", new):
             return run(*args, **kwargs)
 
     return call

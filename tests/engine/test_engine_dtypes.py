@@ -123,6 +123,16 @@ def test_int8_hands_the_module_to_the_quantiser(monkeypatch):
     assert calls[1][1] == {"groups": None, "mlp_extra_grouping": False, "skip": ()}
 
 
+def test_int8_weights_generate():
+    """The originals are gone, and the text is that of the module as it is now, uncompiled."""
+    module = zoo.decoder("llama")
+    engine = init_inference(module, dtype="int8", replace_with_kernel_inject=True, options={"executor": "reference"})
+    assert not [p for p in engine.module.model.layers.parameters() if p.dim() == 2 and p.is_floating_point()]
+    ids = torch.tensor([[5, 7, 9]], device=engine.device)
+    tokens = engine.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(tokens, engine.module.generate(ids, max_new_tokens=5, do_sample=False, use_cache=False))
+
+
 def test_int8_without_a_quantiser_says_so_before_the_module_is_touched(monkeypatch):
     monkeypatch.delattr("dsi.quantize.quantise_model", raising=False)
     module = nn.Sequential(nn.Linear(4, 4)).train()

@@ -32,7 +32,7 @@ def tokenizer():
 def gpt_neo(tokenizer, tmp_path_factory):
     """A folder that stands for "EleutherAI/gpt-neo-2.7B"."""
     config = T.GPTNeoConfig(
-        **dict(vocab_size=len(WORDS), hidden_size=64, num_layers=1, num_heads=4, window_size=16, max_position_embeddings=128),
+        **dict(vocab_size=len(WORDS), hidden_size=64, num_layers=1, num_heads=4, window_size=16, max_position_embeddings=512),
         **dict(attention_types=[[["local"], 1]], bos_token_id=1, eos_token_id=2, pad_token_id=0),
     )
     torch.manual_seed(0)
@@ -51,10 +51,10 @@ def test_the_text_generation_script(gpt_neo):
         generator.model, tensor_parallel={"tp_size": world_size}, dtype=torch.float, replace_with_kernel_inject=True
     )
     with collecting() as contexts:
-        string = generator("DeepSpeed is", do_sample=True, min_length=50, max_length=60)
+        string = generator("DeepSpeed is", do_sample=True, min_length=50)
     assert contexts and all(context.report.regions for context in contexts)
     text = string[0]["generated_text"]
-    assert text.startswith("DeepSpeed is") and 50 <= len(text.removeprefix("DeepSpeed is").split()) + 2 <= 60
+    assert text.startswith("DeepSpeed is") and len(text.removeprefix("DeepSpeed is").split()) >= 48
     assert generator("DeepSpeed is a library", do_sample=False, max_new_tokens=12) == eager
 
 
