@@ -29,6 +29,7 @@ from .trial import Candidate, Subject
 TRIED = 10  # choices a subject
 THREADS = 8
 COMPILING = 0.7  # share of the budget after which no further choice is compiled
+SPENT = "the seconds for tuning were spent"
 ALIKE = 0.01  # a choice that the model ranks lower must be faster by more than this share
 
 
@@ -51,16 +52,15 @@ class Outcome:
     compiled: list[Candidate | None] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     seconds: list[float | None] = field(default_factory=list)
+    sole: int | None = None  # the only choice that can be launched, where there is but one: there is nothing to time
 
     @property
     def best(self) -> int | None:
-        """The number of the fastest choice; None where the untuned one was not timed, which is the first."""
-        if not self.seconds or self.seconds[0] is None:
-            return None
-        best = 0
+        """The number of the fastest choice that was timed, or of the only one that can be launched; None where there is neither."""
+        best, least = self.sole, float("inf")
         for number, found in enumerate(self.seconds):
-            if found is not None and found < (1 - ALIKE) * (self.seconds[best] or 0.0):
-                best = number
+            if found is not None and found < (1 - ALIKE) * least:
+                best, least = number, found
         return best
 
     def lines(self) -> list[str]:
@@ -96,7 +96,7 @@ def tune(
     notes: list[str] = []
     for outcome in outcomes:
         if clock() - start >= budget:
-            _skip_rest(outcome, "the seconds for tuning were spent")
+            _skip_rest(outcome, SPENT)
         else:
             _time(outcome, trials, notes)
         outcome.compiled = []  # their code is unloaded
@@ -137,7 +137,7 @@ def _compile(outcomes: Sequence[Outcome], trials: Trials, left: Callable[[], flo
             future = futures[id(outcome), number]
             found: Candidate | None = None
             if future.cancelled():
-                reason = "the seconds for tuning were spent"
+                reason = SPENT
             elif (error := future.exception()) is not None:
                 reason = _sentence(error)
             else:
@@ -151,7 +151,8 @@ def _compile(outcomes: Sequence[Outcome], trials: Trials, left: Callable[[], flo
 def _time(outcome: Outcome, trials: Trials, notes: list[str]) -> None:
     numbers = [number for number, found in enumerate(outcome.compiled) if found is not None]
     outcome.seconds = [None] * len(outcome.choices)
-    if len(numbers) < 2 or 0 not in numbers:
+    if len(numbers) < 2:
+        outcome.sole = next(iter(numbers), None) if SPENT not in outcome.reasons else None
         return
     try:
         found = trials.time(outcome.subject, [candidate for candidate in outcome.compiled if candidate is not None])
@@ -168,8 +169,9 @@ def _skip_rest(outcome: Outcome, reason: str) -> None:
 
 
 def _report(outcomes: Sequence[Outcome], notes: Sequence[str], seconds: float, context: Context) -> None:
-    timed = [outcome for outcome in outcomes if outcome.best is not None]
-    before = sum(outcome.seconds[0] or 0.0 for outcome in timed)
+    timed = [outcome for outcome in outcomes if outcome.best is not None and any(found is not None for found in outcome.seconds)]
+    # An untuned choice that cannot be launched is no match for the one that won.
+    before = sum(outcome.seconds[0] or outcome.seconds[outcome.best or 0] or 0.0 for outcome in timed)
     after = sum(outcome.seconds[outcome.best or 0] or 0.0 for outcome in timed)
     tried = sum(found is not None for outcome in outcomes for found in outcome.seconds)
     text = f"tuned {len(timed)} of {len(outcomes)} kernels in {seconds:.1f} s: {tried} choices timed"
