@@ -309,3 +309,15 @@ def test_no_transformers_is_needed_for_a_module_of_ones_own():
     program += "options={'executor': 'reference'}, keep_module_on_host=True)\nprint(engine(torch.randn(2, 4)).shape)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "torch.Size([2, 4])\n", done.stderr
+
+
+def test_the_generator_is_given_what_was_asked_for():
+    def made(**given):
+        return init_inference(zoo.decoder("llama"), **INJECT | given).generator
+
+    asked = made(max_out_tokens=9, min_out_tokens=3)
+    assert (asked.max_out_tokens, asked.min_out_tokens, asked.options) == (9, 3, INJECT["options"])
+    assert made().max_out_tokens == 1024
+    # Generation on a GPU records graphs unless it is told not to.
+    assert made().cuda_graph == torch.cuda.is_available() and not made(enable_cuda_graph=False).cuda_graph
+    assert init_inference(zoo.decoder("llama"), dtype="fp32").generator is None
