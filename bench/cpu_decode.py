@@ -1,9 +1,9 @@
 """Decode speed on the CPU: backend="dsi" beside torch.compile's default, in turns in one process. Prints one JSON line.
 
-    python -m bench.cpu_decode [--cache 512] [--rounds 20] [--steps 4] [--threads 2]
+    python -m bench.cpu_decode [--cache 512] [--rounds 20] [--steps 4] [--threads 2] [--dtype bfloat16] [--int8]
 
 A process compiles each side once before anything is timed. `--cold` times the compilation itself instead: each side in a process of its own
-with empty caches, one after the other, twice.
+with empty caches, one after the other, twice. `--int8`: one more side, dsi with int8 weights.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from bench import models
 from bench.generate import cache_argument, static_cache
 
 SIDES = {"dsi": "dsi", "default": "inductor"}
+INT8 = "dsi int8"
 
 
 def prepare(model: Any, backend: str, cache_length: int, prompt: torch.Tensor) -> tuple[Any, Any]:
     """A compiled model and a cache that holds the prompt."""
     cache = {cache_argument(model): static_cache(model, cache_length)}
     model(input_ids=prompt, **cache)
-    return torch.compile(model, backend=backend, fullgraph=True), cache
+    options = {"dtype": "int8"} if backend == INT8 else None
+    return torch.compile(model, backend="dsi" if options else backend, fullgraph=True, options=options), cache
 
 
 def one_step(compiled: Any, cache: dict[str, Any]) -> torch.Tensor:
@@ -42,15 +44,16 @@ def one_step(compiled: Any, cache: dict[str, Any]) -> torch.Tensor:
 @torch.no_grad()
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Median milliseconds a step of each side, rounds taking turns, and how far the logits lie apart."""
-    model = models.smollm2()
+    model = models.smollm2(dtype=getattr(torch, arguments.dtype))
     prompt = torch.arange(100, 116)[None]
     ready, logits = {}, {}
-    for name, backend in SIDES.items():
+    sides = {**SIDES, **({INT8: INT8} if arguments.int8 else {})}
+    for name, backend in sides.items():
         ready[name] = prepare(model, backend, arguments.cache, prompt)
         logits[name] = one_step(*ready[name]).double()
-    times: dict[str, list[float]] = {name: [] for name in SIDES}
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(arguments.rounds):
-        for name in list(SIDES) if turn % 2 == 0 else reversed(SIDES):
+        for name in list(sides) if turn % 2 == 0 else reversed(sides):
             for _ in range(arguments.steps):
                 start = time.perf_counter()
                 one_step(*ready[name])
@@ -59,9 +62,11 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "what": "decode, milliseconds a step",
         "threads": torch.get_num_threads(),
+        "dtype": arguments.dtype,
         "cache": arguments.cache,
         **{name: round(value, 2) for name, value in medians.items()},
         "speed of dsi over default": round(medians["default"] / medians["dsi"], 3),
+        **({f"speed of {INT8} over default": round(medians["default"] / medians[INT8], 3)} if arguments.int8 else {}),
         "largest relative difference": float((logits["dsi"] - logits["default"]).abs().max() / logits["default"].abs().max()),
     }
 
@@ -119,6 +124,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4, help="steps of each side a round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model")
+    parser.add_argument("--int8", action="store_true", help="dsi with int8 weights, too")
     parser.add_argument("--cold", action="store_true", help="time compilation with empty caches instead")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
