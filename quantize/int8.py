@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .formats import INT8, Format
 
-_AT_A_TIME = 1 << 24  # entries that are widened at a time
+_AT_A_TIME = 1 << 20  # entries that are widened at a time
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -107,33 +107,38 @@ def _tiles(rows: int, columns: int) -> Iterator[tuple[slice, list[slice]]]:
 
 
 def _rounded(groups: Tensor, scales: Tensor) -> Tensor:
-    """int8 of each entry of `groups`, a row a group; `scales` may move by one place (`_settled`)."""
+    """int8 of each entry of `groups`, a row a group. fp32 `scales` move by one place where the neighbour reproduces all of a group:
+    absmax / 127 may miss, by the last place, the scale that absmax was 127 times of."""
     result = torch.empty(groups.shape, dtype=torch.int8, device=groups.device)
+    wide = torch.promote_types(groups.dtype, torch.float32)
     for rows, across in _tiles(*groups.shape):
-        # A quotient of two fp32 numbers is rounded as the real one would be.
-        steps = torch.where(scales[rows] > 0, scales[rows], 1.0).double()[:, None]
+        steps = torch.where(scales[rows] > 0, scales[rows].to(wide), 1.0)[:, None]
+        near = torch.ones(len(steps), dtype=torch.bool, device=groups.device)
         for columns in across:
-            digits = torch.round(groups[rows, columns].double() / steps)
-            result[rows, columns] = digits.clamp(-LARGEST, LARGEST).to(torch.int8)
-        if scales.dtype == torch.float32:
-            scales[rows] = _settled(scales[rows], [(result[rows, c], groups[rows, c]) for c in across])
+            entries = groups[rows, columns].to(wide)
+            digits = (entries / steps).round_()
+            rest = (entries - digits * steps).abs_()
+            close = rest > steps * (0.5 - 2.0**-14)  # to the middle between two: the quotient itself was rounded
+            if bool(close.any()):
+                place = close.nonzero(as_tuple=True)
+                digits[place] = torch.round(entries[place].double() / steps.expand_as(entries)[place].double()).to(wide)
+            result[rows, columns] = digits.clamp_(-LARGEST, LARGEST).to(torch.int8)
+            near &= (rest <= entries.abs() * 2.0**-22).all(1)
+        if scales.dtype == torch.float32 and bool(near.any()):
+            scales[rows] = _settled(scales[rows], [(result[rows, c], groups[rows, c].float()) for c in across])
     return result
 
 
 def _settled(scales: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """`scales`, each moved to its neighbour where that reproduces all of its group: absmax / 127 may miss, by the last place, the scale
-    that absmax was 127 times of. `parts`: int8 and entries of the groups, some columns at a time."""
+    """`scales`, or their neighbours where only those give back `parts`: int8 and entries of the groups, some columns at a time."""
 
-    def reproduces(candidate: Tensor, slack: float = 0.0) -> Tensor:
+    def reproduces(candidate: Tensor) -> Tensor:
         found = torch.ones(len(scales), dtype=torch.bool, device=scales.device)
         for digits, entries in parts:
-            entries = entries.float()
-            found &= ((digits * candidate[:, None] - entries).abs() <= slack * entries.abs()).all(1)
+            found &= (digits * candidate[:, None] == entries).all(1)
         return found
 
     done = reproduces(scales)
-    if not bool((reproduces(scales, 2.0**-22) & ~done).any()):
-        return scales
     for towards in (float("inf"), 0.0):
         other = torch.nextafter(scales, torch.full_like(scales, towards))
         moves = ~done & reproduces(other)

@@ -76,6 +76,17 @@ def test_half_is_rounded_to_even_and_the_largest_entry_is_not_clipped():
     assert quantise(weight * 4).scales.tolist() == [4.0]
 
 
+def test_quotients_next_to_a_half_are_rounded_as_the_real_ones():
+    """In fp32 the quotient of many of these is a half, and halves go to even."""
+    scales = 1 + torch.rand(200, 1)
+    middle = (torch.arange(-126, 127) + 0.5) * scales
+    weight = torch.cat([torch.nextafter(middle, 2 * middle), torch.nextafter(middle, 0 * middle), middle, 127 * scales], 1)
+    found = quantise(weight)
+    exact = torch.round(weight.double() / found.scales.double()[:, None])
+    assert torch.equal(found.weight.double(), exact)
+    assert (torch.round(weight / found.scales[:, None]) != exact).any(), "this shows nothing"
+
+
 def test_a_group_of_zeros_is_exactly_zero():
     weight = torch.zeros(2, 64)
     weight[1, 40] = 3.0
