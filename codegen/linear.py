@@ -31,6 +31,7 @@ from .statistics import Straight, divisible, held_statistics, row_statistics
 if TYPE_CHECKING:
     from .apart import Given
 
+WIDEST_DEFERRED = 8  # columns of a gemv with a deferred norm
 Grid = tuple[sympy.Expr, ...]
 Bases = dict[tuple[int, str], str]  # names of row statistics by (reduction, which)
 
@@ -61,7 +62,8 @@ class Linear:
         self.programs: sympy.Expr = sympy.Integer(0)  # programs over columns
         self.partials = self.arrivals = self.partial_squares = ""  # workspaces of programs that share a sum
         self.step = ""  # names the step of each row, where rows are rounded to int8
-        self.deferred = deferred_norm(self.plan, choice.schedule)
+        # Triton 3.6's LLVM aborts (in its SLP vectoriser) on some gemv kernels of 16 columns and more whose norm is deferred.
+        self.deferred = None if self.gemv and choice.block_n > WIDEST_DEFERRED else deferred_norm(self.plan, choice.schedule)
 
     # ------------------------------------------------------------------------------------------------------------------ tiles
 
