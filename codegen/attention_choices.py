@@ -35,8 +35,9 @@ MOST_OF_ONE, ALIKE = 12, 3  # of them with the same programs: schedule, rows and
 # not be.
 DECODE_ROWS, DECODE_BLOCK, MANY = 128, 64, 16
 VECTOR_ROWS, VECTOR_ROWS_WIDE = 4, 8  # and for which matrix units may be left out; the second: fp32, where there are none
-REGISTERS_OF_A_THREAD = 224
+REGISTERS_OF_A_THREAD = {False: 160, True: 224}  # as estimated, by whether matrix units take operands from shared memory
 PROGRAMS = 8  # a processor, that share keys, at most
+BESIDE = 8  # scores that a thread holds, where other tensors are read beside them
 SCRATCH = 8 << 10  # bytes of shared memory left for reductions and changes of layout
 CHEAP = 3 << 20  # bytes of keys and values that are read in the time of a scan
 SHORT = 256  # keys whose hidden ones are not worth a scan beside many queries
@@ -126,7 +127,7 @@ def _many(work: AttentionWork, queries: int | None, device: Device) -> Iterator[
     for (block_m, block_n, warps), stages in itertools.product(TILES_WIDE if work.itemsize == 4 else tiles, (2, 3)):
         if block_m > max(power_of_two(work.rows if queries is None else queries * work.group), LEAST_OF_A_PRODUCT):
             continue
-        if queries is None and block_m < 64 and work.itemsize < 4:
+        if queries is None and block_m < (32 if work.beside else 64) and work.itemsize < 4:
             continue
         choice = Choice("attention", queries, block_m, block_n, _parts(work, block_m, False, device), 1, warps, stages)
         if not _held(work, choice, device):
@@ -142,10 +143,12 @@ def _held(work: AttentionWork, choice: Choice, device: Device) -> bool:
     threads, (d, e) = 32 * choice.num_warps, widths(work, choice)
     if shared_bytes(work, choice, device) + SCRATCH > device.shared:
         return False
+    if work.beside and choice.block_m * choice.block_n > BESIDE * threads:
+        return False
     if not matrix(choice):
         # Every thread loads 16 bytes at least.
         loaded = choice.block_n * (d + e) / threads
-        return registers(work, choice) <= REGISTERS_OF_A_THREAD and loaded <= 128 and loaded * work.itemsize >= 32
+        return registers(work, choice) <= REGISTERS_OF_A_THREAD[True] and loaded <= 128 and loaded * work.itemsize >= 32
     if work.itemsize == 4:
         widest = max(d, e)
         return (
@@ -154,4 +157,4 @@ def _held(work: AttentionWork, choice: Choice, device: Device) -> bool:
             and choice.block_m * widest <= 16 * 128
             and (choice.block_m + choice.block_n) * widest <= choice.num_warps * 1024
         )
-    return registers(work, choice) <= REGISTERS_OF_A_THREAD
+    return registers(work, choice) <= REGISTERS_OF_A_THREAD[choice.block_m >= 64 and device.capability >= 90]

@@ -19,7 +19,8 @@ from .attention_scan import queries_of_block, rows_of_mask, scannable
 from .attention_tiles import LEAST_OF_A_PRODUCT, cut
 from .devices import Device
 from .kernel import Choice
-from .roofline import evaluate, traffic
+from .layout import Interner
+from .roofline import evaluate, traffic, within
 
 # Seconds of a kernel's first and last instructions, and what the way through the matrix units adds to them.
 START, END, MATRIX = 0.4e-6, 0.4e-6, 0.3e-6
@@ -30,7 +31,7 @@ STEP, STEP_ELEMENT = 0.2e-6, 1.6e-9
 STEP_VECTOR, STEP_OPERATION = 0.1e-6, 1.1e-9  # the same without matrix units, the second for each operation of a thread
 # Vector operations for an element of keys or values: its conversion; and for each row that it is multiplied with. The share of the vector
 # units' rate that they reach.
-CONVERT, MULTIPLY, VECTOR_SHARE = 1.0, 1.5, 0.5
+CONVERT, MULTIPLY, VECTOR_SHARE = 1.0, 2.0, 0.5
 # The share of the matrix units' rate between softmax and exchanges of operands, the tile at which half of it is reached, and what is left
 # of it below 64 rows on units that want as many.
 MATRIX_SHARE, HALF_TILE, SHORT = 0.6, 64 * 32, 0.6
@@ -39,6 +40,7 @@ HIDDEN = 1.25  # times as long does a block of keys take in which some may be hi
 RESIDENT = 0.6  # of memory's latency, from the last-level cache
 OVERDRAW = 1.6  # times its even share of the bandwidth that one processor can draw
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
+ALIGNED = 16  # bytes that are loaded at once
 SHARPNESS = 5  # how hard the slowest of several limits decides; the larger, the nearer to a plain maximum
 
 
@@ -52,6 +54,7 @@ class AttentionWork:
     kv_heads: int
     queries: int
     keys: int
+    known: bool  # the number of keys, when a kernel is made
     head_size: int
     value_size: int
     itemsize: int
@@ -60,7 +63,7 @@ class AttentionWork:
     window: int
     mask: str
     mask_rows: str
-    bias: bool
+    beside: bool  # tensors are read row by key beside the scores, in more than whole aligned runs of bytes
     one_query: bool
 
     @property
@@ -90,6 +93,7 @@ def attention_work(spec: t.KernelSpec, queries: int, assumed: dict[sympy.Symbol,
         plan.kv_heads,
         max(queries, 1),
         max(int(evaluate(plan.keys, assumed)), 1),
+        bool(sympy.sympify(plan.keys).is_Integer),
         plan.head_size,
         plan.value_size,
         plan.dtype.itemsize,
@@ -98,9 +102,25 @@ def attention_work(spec: t.KernelSpec, queries: int, assumed: dict[sympy.Symbol,
         plan.window,
         "" if not seen or plan.mask is None else "bool" if plan.mask.dtype == torch.bool else "added",
         rows_of_mask(plan, queries == 1) if seen else "",
-        plan.bias is not None,
+        _beside(spec, queries == 1),
         queries == 1,
     )
+
+
+def _beside(spec: t.KernelSpec, one_query: bool) -> bool:
+    plan = spec.plan
+    assert isinstance(plan, t.AttentionPlan)
+    interner = Interner()
+    for expr in within([e for e in (plan.mask, plan.bias) if e is not None]):
+        interner.number(expr)
+        symbols = interner.symbols(expr)
+        if not isinstance(expr, t.Load) or t.J not in symbols or not (t.H in symbols or (t.S in symbols and not one_query)):
+            continue
+        *outer, last = (sympy.sympify(stride) for stride in spec.inputs[expr.input].strides)
+        aligned = last == 1 and all(stride.is_Integer and int(stride) % ALIGNED == 0 for stride in outer)
+        if expr.dtype.itemsize > 1 or not aligned:
+            return True
+    return False
 
 
 # ---------------------------------------------------------------------------------------------------------------------- resources
@@ -138,11 +158,11 @@ def registers(work: AttentionWork, choice: Choice) -> int:
     if matrix(choice):
         # Without a stage that is loaded ahead, keys and values come through registers.
         loaded = choice.block_n * (d + e) * work.itemsize / 4 / threads if choice.num_stages == 1 else 0.0
-        masked = 0.25 if work.mask or work.bias else 0.0
+        masked = 0.25 if work.mask else 0.0
         return int(64 + choice.block_m * (e + (1.5 + masked) * choice.block_n) / threads + loaded)
     loaded = choice.block_n * (d + e) / threads  # held in fp32 while it is multiplied
     # A single block is summed at once. Products of several rows are kept until they are.
-    alone = blocks_of(work, choice) == 1 and (choice.block_s == 1 or work.mask == "")
+    alone = work.known and blocks_of(work, choice) == 1 and (choice.block_s == 1 or work.mask == "")
     sums = 0.0 if alone else choice.block_m * choice.block_n * e / threads
     products = 0.0 if choice.block_m == 1 else choice.block_m * loaded / 2
     return int(40 + 1.5 * (sums + products) + 0.75 * loaded)
