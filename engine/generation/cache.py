@@ -64,6 +64,7 @@ class KeyValueStore:
         self.device = device
         self.rows = self.slots = 0
         self.grown = 0  # how often the memory has moved
+        self.written = 0  # slots of a row that calls may have written to since then
         self.length = torch.zeros((), dtype=torch.int64, device=device)
         self._memory: list[tuple[Tensor, Tensor]] = []
         self._caches: dict[int, Cache] = {}
@@ -75,10 +76,17 @@ class KeyValueStore:
         if rows not in self._caches:
             self._caches[rows] = Cache(layers=[Layer(keys[:rows], values[:rows], self.length) for keys, values in self._memory])
         cache = self._caches[rows]
-        # Slots that no query sees have weight 0, and 0 times what an overflow may have left there is not 0.
-        torch._foreach_zero_([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
+        self._clean([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
         self.length.zero_()
         return cache
+
+    def _clean(self, tensors: list[Tensor]) -> None:
+        """Slots that no query sees have weight 0, and 0 times what an overflow may have left there is not 0."""
+        if 4 * self.written > self.slots:  # whole tensors are one launch
+            torch._foreach_zero_(tensors)
+        elif self.written:
+            for tensor in tensors:
+                tensor[:, :, : self.written].zero_()
 
     @property
     def bytes_a_token(self) -> int:
@@ -90,7 +98,7 @@ class KeyValueStore:
 
     def _grow(self, rows: int, slots: int) -> None:
         self._memory, self._caches = [], {}  # given back before the larger one is asked for
-        self.rows = self.slots = 0
+        self.rows = self.slots = self.written = 0
         for shape in self.shapes:
             keys = torch.zeros(rows, shape.heads, slots, shape.key_size, dtype=shape.key_dtype, device=self.device)
             values = torch.zeros(rows, shape.heads, slots, shape.value_size, dtype=shape.value_dtype, device=self.device)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,12 +138,23 @@ def _trial(decoder: Decoder, number: int) -> tuple[LayerShape, ...]:
     tensors = [*decoder.model.parameters(), *decoder.model.buffers()]
     twin = copy.deepcopy(decoder.model, {id(tensor): tensor for tensor in tensors})
     device = tensors[0].device if tensors else torch.device("cpu")
-    with torch.no_grad(), torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True):
+    with _quiet(), torch.no_grad(), torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(ROWS, NEW, dtype=torch.int64, device=device)
         mask = torch.ones(ROWS, SLOTS, dtype=torch.int64, device=device) if decoder.always_masked else None
         cache = Cache(layers=[_Looking(torch.zeros((), dtype=torch.int64, device=device)) for _ in range(number)])
         twin(**decoder.arguments(ids, ids, mask, cache, None))
     return tuple(_shape(layer, place) for place, layer in enumerate(cache.layers))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within: torch does not log operators that fail on tensors without contents. What fails here is no news."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _shape(layer: _Looking, number: int) -> LayerShape:

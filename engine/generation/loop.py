@@ -213,6 +213,7 @@ class Loop:
         mask = state.mask if masked else None
         feed = self._feed(state, request)
         bucket = feed.ids.shape[1]
+        self.store.written = max(self.store.written, request.held + bucket, request.total)
 
         def prompt() -> None:
             if bucket == 1:
