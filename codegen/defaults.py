@@ -71,6 +71,8 @@ class Entry(BaseModel):
             return None
         if other.rows <= SKINNY_ROWS and not other.rows <= self.rows <= max(4 * other.rows, 8):
             return None  # one block holds all rows
+        if other.rows > SKINNY_ROWS and not other.rows <= 2 * self.rows <= 4 * other.rows:
+            return None
         sizes = ((self.columns, other.columns), (self.inner, other.inner))
         apart = sum(abs(math.log2(one / two)) for one, two in sizes) + abs(math.log2(self.rows / other.rows)) / 4
         return apart + (OTHER_NORM if self.norm != other.norm else 0.0)

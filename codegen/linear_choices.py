@@ -19,16 +19,18 @@ from .roofline import power_of_two
 MOST = 36  # candidates that are handed out
 MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
-APART_ROWS = 16  # from which a prologue is tried as a kernel of its own
+APART_ROWS = 16  # from which skinny's prologue is tried as a kernel of its own
 SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
-# fp32 sums that a thread holds, by what else its registers are for: an epilogue with several parts or norms.
-SUMS, SUMS_CROWDED, SUMS_LARGE = 64, 32, 128  # the last: of one large tile, on units that keep sums apart from operands
-GEMV_SUMS, GEMV_SUMS_WIDE = 32, 16
+# fp32 sums that a thread holds, by what else its registers are for: an epilogue with several parts or norms. The last two: on units that
+# keep sums apart from operands, where rows are multiplied as they are loaded.
+SUMS, SUMS_CROWDED, SUMS_BARE, SUMS_BARE_CROWDED = 64, 32, 128, 64
+GEMV_SUMS, GEMV_SUMS_ROWS, GEMV_SUMS_WIDE = 64, 32, 16  # of one row, of several, in fp32
 COMPUTED = 16  # elements of the rows that a thread computes for one step of `tiled`, where they are not multiplied as they are loaded
 LOADED = 16  # bytes that a thread should load at once
 LINE_BYTES = 64  # bytes of a row that are cheap to read contiguously
-PREFETCH, PREFETCH_LINE = 4 << 20, 128  # bytes of all weights that a launch asks for ahead; the least of a row
-SCRATCH = 4 << 10  # bytes of shared memory left for reductions and layouts
+SHARES = (1, 2, 3, 4, 5, 6, 8, 11, 16)  # of the contracted dimension
+FEWEST, MOST_PROGRAMS = 0.5, 8  # programs a processor, of skinny; where they share sums, `MOST_PROGRAMS` at most
+SCRATCH = 8 << 10  # bytes of shared memory left for reductions and layouts
 # fp32 operands are multiplied out of registers, so few of many tiles fit: (block_m, block_n, block_k, warps, stages).
 TILES_WIDE = (
     *((16, 16, 32, 4, 2), (16, 16, 64, 4, 2), (16, 32, 32, 4, 2), (16, 32, 64, 4, 2), (16, 64, 32, 4, 2)),
@@ -71,7 +73,7 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
     if choice.block_k * choice.split >= 2 * max(power_of_two(work.inner), 16):
         return False
     each = choice.block_m * choice.block_n * work.accumulators / (32 * choice.num_warps)
-    return same or each * (choice.block_k if choice.schedule == "gemv" else 1) <= (SUMS_CROWDED if work.crowded else SUMS_LARGE)
+    return same or each * (choice.block_k if choice.schedule == "gemv" else 1) <= (SUMS_BARE_CROWDED if work.crowded else SUMS_BARE)
 
 
 def statistics_block(work: LinearWork, block_m: int, warps: int) -> int:
@@ -82,27 +84,26 @@ def statistics_block(work: LinearWork, block_m: int, warps: int) -> int:
 def _gemv(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
     height, inner = power_of_two(max(rows, 1)), power_of_two(work.inner)
     line = LINE_BYTES // work.x_bytes
-    most = GEMV_SUMS_WIDE if work.wide else GEMV_SUMS
-    for block_n, block_k, warps, split in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), _powers(8, 2048), (2, 4, 8), (1, 2, 4, 8)):
-        if block_n < work.held or (block_n > work.held and block_n > 64) or block_k > inner:
+    most = GEMV_SUMS_WIDE if work.wide else GEMV_SUMS if height == 1 else GEMV_SUMS_ROWS
+    for block_n, block_k, warps, split in itertools.product(_powers(1, 256), _powers(8, 4096), (1, 2, 4, 8), (1, 2, 4, 8)):
+        if block_n < work.held or (block_n > work.held and block_n > 64) or block_k > inner or split * block_k > max(work.inner, block_k):
             continue
         # A warp reads whole runs of what lies side by side, 16 bytes a lane.
-        runs = block_n >= line if work.across else block_k >= min(inner, line if work.held > 1 else 8 * line)
+        runs = block_n >= line // 2 if work.across else block_k >= min(inner, line if work.held > 1 else 8 * line)
         elements = block_n * block_k / (32 * warps)
         loaded = elements * work.x_bytes >= LOADED or block_k == inner
         if not runs or not loaded or elements * height * work.accumulators > most:
             continue
-        share = -(-work.inner // split)
-        ahead = _prefetch(work, share - block_k, split) if share > block_k else 0
-        choice = Choice("gemv", rows, height, block_n, block_k, statistics_block(work, height, warps), warps, 1, split, ahead)
-        if split == 1 or (split * block_k <= work.inner and programs_of(work, choice) <= 6 * device.processors):
-            yield choice
+        for _, apart in _ways(work, rows):
+            choice = Choice("gemv", rows, height, block_n, block_k, statistics_block(work, height, warps), warps, 1, split, apart=apart)
+            if split == 1 or programs_of(work, choice) <= MOST_PROGRAMS * device.processors:
+                yield choice
 
 
 def _ways(work: LinearWork, rows: int | None) -> list[tuple[int, bool]]:
     """(digits, whether the prologue is a kernel of its own) that are worth trying."""
     found = [(0, False)]
-    if not work.bare and (rows is None or rows >= APART_ROWS):
+    if not work.bare and (rows is None or rows == 1 or rows >= APART_ROWS):
         found.append((0, True))
     if work.group is not None and not work.rounded:
         found.append((2, False))
@@ -111,32 +112,21 @@ def _ways(work: LinearWork, rows: int | None) -> list[tuple[int, bool]]:
 
 def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
     height = max(power_of_two(rows), SHORTEST)
-    for block_n, block_k, warps, stages, split in itertools.product(
-        (32, 64, 128, 256), (64, 128, 256, 512), (4, 8), (2, 3, 4, 5), (1, 2, 4, 8)
-    ):
+    for block_n, block_k, warps, stages, split in itertools.product((32, 64, 128, 256), (64, 128, 256, 512), (4, 8), (3, 4), SHARES):
         if block_n < work.held or (block_n > 128 and work.held <= 128) or (warps == 8 and block_n < 64):
             continue
         share = -(-work.inner // split)
         steps = -(-share // block_k)
-        if (block_k > 64 and block_k > share) or (steps < stages and stages > 2) or steps * block_k * split > 1.15 * work.inner + 64:
+        if (block_k > 64 and block_k > share) or (split > 1 and steps < 2) or steps * block_k * split > 1.15 * work.inner + 64:
             continue
         if work.accumulators * block_n * height > 32 * warps * (SUMS_CROWDED if work.crowded else SUMS):
             continue
-        block_s, ahead = statistics_block(work, height, warps), _prefetch(work, share, split)
+        block_s = statistics_block(work, height, warps)
         for digits, apart in _ways(work, rows):
-            choice = Choice("skinny", rows, height, block_n, block_k, block_s, warps, stages, split, ahead, digits, apart)
-            many = split > 1 and programs_of(work, choice) > 6 * device.processors
-            if _fits(work, choice, device) and not many and (not digits or work.as_int8(choice)):
+            choice = Choice("skinny", rows, height, block_n, block_k, block_s, warps, stages, split, 0, digits, apart)
+            each = programs_of(work, choice) / device.processors
+            if _fits(work, choice, device) and (split == 1 or FEWEST < each <= MOST_PROGRAMS) and (not digits or work.as_int8(choice)):
                 yield choice
-
-
-def _prefetch(work: LinearWork, share: int, split: int) -> int:
-    """Bytes of each row of a weight to ask for ahead, of a share of the contracted dimension; 0 where columns lie side by side."""
-    each = PREFETCH // (work.columns * split)
-    row = share * work.weight_bytes // (work.inner * work.columns)
-    if work.across or row < PREFETCH_LINE:
-        return 0
-    return max(min(power_of_two(each + 1) // 2, power_of_two(row + 1) // 2), PREFETCH_LINE)
 
 
 def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choice]:
@@ -147,24 +137,31 @@ def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choic
             continue
         if rows is None and block_m < (32 if work.wide else 64) and work.held == 1:
             continue
-        budget = 32 * warps * (SUMS_CROWDED if work.crowded else SUMS) // (4 if work.wide else 1)
-        if block_m * block_n == 128 * 256 and not (work.crowded or work.joined) and device.capability >= 90:
-            budget = 32 * warps * SUMS_LARGE
         if work.wide:
-            while block_n > 16 and work.accumulators * block_m * block_n > budget:
+            while block_n > 16 and work.accumulators * block_m * block_n > 32 * warps * _sums(work, False, device):
                 block_n //= 2
             block_n = max(block_n, work.held)
         sums = work.accumulators * block_m * block_n
-        if block_n < work.held or sums > budget or (not work.wide and sums < 32 * warps * 4):
+        if block_n < work.held or (not work.wide and sums < 32 * warps * 4):
             continue
         block_k, block_s = min(block_k, inner), statistics_block(work, block_m, warps)
         for digits, apart in _ways(work, rows):
             choice = Choice("tiled", rows, block_m, block_n, block_k, block_s, warps, stages, digits=digits, apart=apart)
-            computed = not (work.bare or work.wide or apart or work.as_int8(choice))
-            if computed and block_m * block_k > 32 * warps * COMPUTED:
+            bare = work.bare or apart or work.as_int8(choice)
+            computed = not bare and not work.wide and block_m * block_k > 32 * warps * COMPUTED
+            if computed or sums > 32 * warps * _sums(work, bare, device):
                 continue
             if _fits(work, choice, device) and (not digits or work.as_int8(choice)):
                 yield choice
+
+
+def _sums(work: LinearWork, bare: bool, device: Device) -> int:
+    """The most sums that a thread of `tiled` should hold."""
+    if work.wide:
+        return (SUMS_CROWDED if work.crowded else SUMS) // 4
+    if bare and device.capability >= 90:
+        return SUMS_BARE_CROWDED if work.crowded else SUMS if work.joined else SUMS_BARE
+    return SUMS_CROWDED if work.crowded else SUMS
 
 
 def _least(work: LinearWork, rows: int | None) -> Choice:

@@ -14,33 +14,67 @@ from dataclasses import dataclass, replace
 import sympy
 from dsi.ir import tile as t
 
-from .columns import Columns, columns_of
+from .columns import Columns, columns_of, cuts_of
 from .deferred import deferred_norm
 from .devices import Device
 from .kernel import Choice
 from .layout import Interner
 from .roofline import evaluate, traffic, typical, within
 
-# Seconds of a kernel's first and last instructions: arguments and index arithmetic; epilogue and stores. The matrix units come on top of
-# that with their way through shared memory and the change of layouts behind them.
-START, END, MATRIX = 0.4e-6, 0.4e-6, 0.5e-6
-PASS = 0.7e-6  # a pass over rows for a statistic: read once more, and a reduction across the program
-MEETING = 1.2e-6  # programs that share a sum: writing it, counting arrivals, reading the others'
-STEP = {"gemv": 0.04e-6, "skinny": 0.12e-6, "tiled": 0.12e-6}  # the least that one step of a loop takes
-# Operations of the vector units for each element of a weight, by its size: beside the multiply-adds of gemv, and for what is converted on
-# its way to the matrix units.
-CONVERSIONS, CONVERTED = {1: 10.0, 2: 1.5, 4: 0.0}, {1: 14.0}
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
-# The share of the matrix units' rate that a tile reaches, where the operand that moves less is at least 64 tall (as the newer units want
-# it) and where it is not.
-TALL, SHORT = 0.8, 0.6
-# What is left of that where the rows are computed on their way to the matrix units, and not loaded straight into shared memory.
-COMPUTED = 0.6
 ALIGNED = 16  # columns of which loads take several at once
-SUSTAINED = 0.97  # of the bandwidth of a plain stream, where tiles are read
-OVERDRAW = 1.6  # times its even share of the bandwidth that one processor can draw
-RESIDENT = 0.6  # of memory's latency, where most tiles come from the last-level cache
-SHARPNESS = 5  # how hard the slowest of several limits decides; the larger, the nearer to a plain maximum
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of a schedule's time is not derived but fitted: to 3,500 kernels measured on an H200 one behind another, over weights past its
+    cache: gemv at one row, skinny at 1 and 16, tiled at 512. Between measurement and model lie 14 %, 14 % and 9 % of the fastest kernels'
+    time, root mean square; the best of the model's first eight loses 4 %, 1 % and 1 % to the best of all that were measured.
+
+    `latency`, in the device's, from asking for a tile to using it. Seconds: `once` a kernel, `program` a program, `step` a step of the loop
+    at least, `norm` where rows are computed, `reading` a pass over the rows for statistics, `meeting` where programs share a sum, `apart`
+    for a kernel of the prologue. `stream` and `cache`: the shares of the rates of memory and of the last-level cache that count.
+    `sharpness`: how hard the slowest of several limits decides; the larger, the nearer to a plain maximum. `registers` of a thread beside
+    its sums and tiles.
+    """
+
+    latency: float
+    once: float
+    program: float
+    step: float
+    norm: float
+    reading: float
+    meeting: float
+    apart: float
+    stream: float
+    cache: float
+    sharpness: float
+    registers: int
+
+
+FITS = {
+    "gemv": Fit(1.42, 0.50e-6, 0.14e-6, 0.0, 0.52e-6, 0.51e-6, 1.74e-6, 0.41e-6, 1.03, 8.0, 4.1, 12),
+    "skinny": Fit(1.39, 1.90e-6, 0.47e-6, 0.07e-6, 2.66e-6, 2.54e-6, 0.96e-6, 2.6e-6, 0.97, 0.86, 2.5, 96),
+    "tiled": Fit(1.53, 2.49e-6, 0.0, 0.13e-6, 0.17e-6, 2.7e-6, 0.0, 8.6e-6, 1.0, 3.0, 3.6, 48),
+}
+# Also fitted. Operations of the vector units: for each element of a weight beside the multiply-adds of gemv, by its size; for int8 on its
+# way to the matrix units; for each element of the rows that gemv, skinny and tiled compute in every program, by the norm (a layer norm's
+# passes are in it). How much of one step's arithmetic comes on top of its latency.
+CONVERSIONS, CONVERTED = {1: 10.9, 2: 9.8, 4: 2.0}, 12.6
+ROWS = {
+    "gemv": {"": 0.0, "rms": 7.2, "layer": 132.0},
+    "skinny": {"": 1.4, "rms": 9.0, "layer": 12.5},
+    "tiled": {"": 4.0, "rms": 20.0, "layer": 20.0},
+}
+EXPOSED = 0.22
+SPREAD = 0.1  # by which memory is slower for each doubling of the rows of a weight that a program of gemv reads side by side
+# Shares of the matrix units' rate. Of skinny's tiles at least 64 columns tall, as the newer units want it, and of others; of tiled's, whose
+# small tiles read their operands more often than they multiply: the area at which half of it is reached; with rows that are computed on
+# their way, and not loaded straight into shared memory.
+TALL, SHORT = 0.43, 0.4
+TILED, HALF_AREA, COMPUTED = 0.89, 2600, 0.68
+CROWDED = 0.7  # further registers for each sum where an epilogue works on several parts
+UNROUNDED = 3  # waves of programs from which on the last need not be a whole one
 
 
 @dataclass(frozen=True)
@@ -63,6 +97,7 @@ class LinearWork:
     moved: float  # bytes that memory must read and write at least
     x_bytes: int  # of one element of the rows
     cuts: tuple[Cut, ...]
+    fused: bool  # several cuts read one weight
     across: bool  # weights are stored [K, N]: what lies side by side in memory are columns
     reductions: tuple[str, ...]  # kinds of the row statistics
     deferred: frozenset[str]  # schedules that need no pass for them, since the norm's factor comes after the product
@@ -115,20 +150,21 @@ def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int])
     """The work of a linear region at `rows` rows; `assumed` are the values of its size symbols."""
     plan = spec.plan
     assert isinstance(plan, t.LinearPlan)
-    cuts = []
-    for segment in plan.segments:
+    cuts, read = [], []
+    for _, segment, columns in cuts_of(plan):
         weights = sum(spec.inputs[window.weight].dtype.itemsize for window in segment.windows)
-        for columns in columns_of(segment):
-            cuts.append(Cut(columns, typical(columns.positions), len(segment.windows) * columns.parts, weights * columns.parts))
+        cuts.append(Cut(columns, typical(columns.positions), len(segment.windows) * columns.parts, weights * columns.parts))
+        read += [window.weight for window in segment.windows]
     return LinearWork(
         rows,
         typical(plan.inner),
         evaluate(traffic(spec), assumed),
         plan.x_dtype.itemsize,
         tuple(cuts),
+        len(read) > len(set(read)),
         any(_across(spec.inputs[window.weight], window) for segment in plan.segments for window in segment.windows),
         tuple(reduction.kind for reduction in plan.reductions),
-        frozenset(schedule for schedule in STEP if deferred_norm(plan, schedule) is not None),
+        frozenset(schedule for schedule in FITS if deferred_norm(plan, schedule) is not None),
         isinstance(plan.x, t.Load),
         _group(plan),
         bool(plan.activations),
@@ -179,19 +215,22 @@ def shared_bytes(work: LinearWork, choice: Choice) -> int:
     """Bytes of shared memory that a program needs for the tiles of its loop."""
     if choice.schedule == "gemv":
         return 0
-    tile = choice.block_n * max(cut.weight_bytes for cut in work.cuts) + choice.block_m * work.x_bytes
-    return tile * choice.block_k * max(choice.num_stages, 1)
+    rows = choice.block_m * work.x_bytes * (1 if work.bare or choice.apart or work.as_int8(choice) else 2)
+    tiles = [choice.block_n * cut.weight_bytes + rows for cut in work.cuts]
+    # Of branches that read one weight the tiles can lie side by side.
+    together = min(sum(tiles), 3 * max(tiles)) if work.fused else max(tiles)
+    return together * choice.block_k * max(choice.num_stages, 1)
 
 
 def registers(work: LinearWork, choice: Choice) -> int:
     """About how many registers a thread needs."""
-    threads = 32 * choice.num_warps
+    threads, least = 32 * choice.num_warps, FITS[choice.schedule].registers
     if choice.schedule == "gemv":
-        elements = choice.block_n * choice.block_k * work.accumulators / threads
-        loaded = choice.block_n * choice.block_k * max(cut.weight_bytes for cut in work.cuts) / threads / 4
-        return int(32 + elements * choice.block_m + 2 * loaded + 8 * choice.block_m)
+        elements = choice.block_n * choice.block_k / threads
+        loaded = elements * max(cut.weight_bytes for cut in work.cuts) / 4
+        return max(int(least + (elements * work.accumulators + (4 if work.bare else 8)) * choice.block_m + 2 * loaded), 24)
     sums = work.accumulators * choice.block_m * choice.block_n / threads
-    return int(48 + sums * (1.5 if work.crowded else 1.0) + (sums if work.wide else 0))
+    return int(least + sums * (1 + (CROWDED if work.crowded else 0.0)) + (sums if work.wide else 0))
 
 
 def resident(work: LinearWork, choice: Choice, device: Device) -> int:
@@ -215,59 +254,62 @@ def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:
     """Seconds of one launch behind another kernel, the gap between them included; of two, where the prologue is a kernel of its own."""
     seconds, int8 = 0.0, work.as_int8(choice)
     if int8 or (choice.apart and not work.bare):
-        read = work.rows * work.inner * work.x_bytes
-        seconds = device.dependent + START + END + PASS * (1 + len(work.reductions)) + 2 * read / (SUSTAINED * device.bandwidth)
+        fit = FITS[choice.schedule]
+        seconds = fit.apart + fit.reading * len(work.reductions) + 2 * work.rows * work.inner * work.x_bytes / device.bandwidth
         work = replace(work, reductions=(), bare=True, x_bytes=(1 if work.rounded else 2) if int8 else work.x_bytes)
     return seconds + _product_seconds(work, choice, int8, device)
 
 
 def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Device) -> float:
-    processors, few = device.processors, choice.schedule in ("gemv", "skinny")
+    fit, processors = FITS[choice.schedule], device.processors
     programs, together = programs_of(work, choice), resident(work, choice, device)
+    on_processor = min(together, math.ceil(programs / processors))
     share = work.inner / choice.split
     steps = math.ceil(share / choice.block_k)
     blocks = math.ceil(work.rows / choice.block_m) * choice.split
-    tiles = [(blocks * math.ceil(cut.positions / cut.columns.width(choice.block_n)), cut) for cut in work.cuts]
+    counts = [(blocks * math.ceil(cut.positions / cut.columns.width(choice.block_n)), cut) for cut in work.cuts]
     rows_read = min(choice.block_m, work.rows) * share * work.x_bytes  # by each program, in one pass
-    read = share * choice.block_n * max(cut.weight_bytes for _, cut in tiles) + rows_read
-    again = sum(count * share * choice.block_n * cut.weight_bytes for count, cut in tiles) + programs * rows_read
+    read = sum(count * share * choice.block_n * cut.weight_bytes for count, cut in counts) + programs * rows_read
     fill = programs / (math.ceil(programs / processors) * processors)
+    tiles = sum(count * cut.accumulators for count, cut in counts) * steps
+    arithmetic = _arithmetic(work, choice, int8, device, tiles, programs * steps)
 
-    waves = math.ceil(programs / (processors * together))
-    latency = device.latency * (1.0 if few else RESIDENT)
-    step = max(latency / max(choice.num_stages - 1, 1), STEP[choice.schedule])
+    waves = programs / (processors * together)
+    waves = math.ceil(waves) if waves <= UNROUNDED else waves + 0.5
+    latency, spread = fit.latency * device.latency, 1.0
+    if choice.schedule == "gemv":  # each step's tile is asked for a step ahead
+        busy = arithmetic / (programs * steps) * processors * on_processor
+        one = latency + (steps - 1) * max(latency, busy) + EXPOSED * busy
+        if not work.across:
+            spread = 1 + SPREAD * math.log2(choice.block_n)
+    else:
+        one = latency + steps * max(latency / max(choice.num_stages - 1, 1), fit.step)
     limits = (
-        work.moved / (SUSTAINED * device.bandwidth),
-        waves * (latency + steps * step),
-        again / device.cache,
-        math.ceil(programs / processors) * read / (OVERDRAW * device.bandwidth / processors),
-        _arithmetic(work, choice, int8, device, sum(count * steps * cut.accumulators for count, cut in tiles)) / fill,
+        spread * work.moved / (fit.stream * device.bandwidth),
+        waves * (one + fit.program),
+        read / (fit.cache * device.cache),
+        arithmetic / fill,
     )
-    busy = sum(limit**SHARPNESS for limit in limits) ** (1 / SHARPNESS)
-
-    once = START + END + (device.dependent if few else device.launch) + (0.0 if choice.schedule == "gemv" else MATRIX)
-    on_processor = min(together, math.ceil(programs / processors))
-    once += work.passes(choice) * (PASS + rows_read * on_processor / (device.cache / processors))
+    seconds = sum(limit**fit.sharpness for limit in limits) ** (1 / fit.sharpness) + fit.once
+    if not work.bare:
+        seconds += fit.norm
+    seconds += work.passes(choice) * (fit.reading + rows_read * on_processor / (fit.cache * device.cache / processors))
     if choice.split > 1:
-        once += MEETING + 2 * 4 * choice.split * work.rows * work.columns / device.cache
-    if few:
-        # What is asked for before the wait arrives during the gap.
-        asked = choice.prefetch * work.columns * choice.split
-        if choice.schedule == "gemv":
-            asked += programs * choice.block_n * choice.block_k * max(cut.weight_bytes for _, cut in tiles)
-        once -= min(asked / device.bandwidth, device.dependent / 2)
-    return busy + once
+        seconds += fit.meeting + 2 * 4 * choice.split * work.rows * work.columns / (fit.cache * device.cache)
+    return seconds + (0.0 if device.capability >= 90 else device.launch - device.dependent)
 
 
-def _arithmetic(work: LinearWork, choice: Choice, int8: bool, device: Device, tiles: int) -> float:
-    """Seconds that the device's units need for `tiles` tiles of a weight, if all of them are busy."""
+def _arithmetic(work: LinearWork, choice: Choice, int8: bool, device: Device, tiles: int, steps: int) -> float:
+    """Seconds that the device's units need for `tiles` tiles of a weight in `steps` steps of programs, if all of them are busy."""
     elements, lanes = tiles * choice.block_n * choice.block_k, device.vector / 2
+    norm = max(work.reductions, key=lambda kind: ROWS["gemv"][kind], default="")
+    rows = 0.0 if work.bare else ROWS[choice.schedule][norm] * steps * choice.block_k * min(choice.block_m, work.rows) / lanes
     if choice.schedule == "gemv":
-        return elements * (choice.block_m + CONVERSIONS[work.element_bytes]) / lanes
+        return elements * (choice.block_m + CONVERSIONS[work.element_bytes]) / lanes + rows
     products = 2 * elements * max(choice.block_m, 8) / _matrix_rate(work, choice, int8, device)
     if int8:
-        return products * (1 if work.rounded else 2)
-    return max(products, elements * CONVERTED.get(work.element_bytes, 0.0) / lanes)
+        return products * (1 if work.rounded else 2) + rows
+    return max(products, elements * CONVERTED / lanes if work.element_bytes == 1 else 0.0) + rows
 
 
 def _matrix_rate(work: LinearWork, choice: Choice, int8: bool, device: Device) -> float:
@@ -276,9 +318,6 @@ def _matrix_rate(work: LinearWork, choice: Choice, int8: bool, device: Device) -
     rate = device.matrix[2] * (2 if int8 else 1)
     if choice.schedule == "skinny":
         return rate * (TALL if choice.block_n >= 64 and choice.num_warps % 4 == 0 and device.capability >= 90 else SHORT)
-    # Small tiles read their operands more often than they multiply: half of the rate at 64 x 64, most of it at 128 x 128.
     area = choice.block_m * choice.block_n * work.accumulators
-    rate *= area / (area + 64 * 64)
-    if not work.bare:
-        rate *= COMPUTED
+    rate *= TILED * area / (area + HALF_AREA) * (1.0 if work.bare else COMPUTED)
     return rate if choice.block_m >= 64 else rate * SHORT
