@@ -25,7 +25,7 @@ from bench.report import Report, Settings, figure
 SIDES = ("eager", "static", "dsi")
 REAL = "smollm2"  # SmolLM2-135M itself; all other cases are shapes with random weights
 QUESTION = "What is a compiler? Answer in two sentences."
-WARM = 3  # calls before timing: the engine records a step when it is run for the second time
+WARM, ENGINE_WARM = 2, 5  # calls before timing: the engine records a prompt when its size has come a few times
 LAUNCHES = 100  # of the recorded decode step, timed in one go
 
 
@@ -153,7 +153,7 @@ def _warm(side: Side, work: Workload, report: Report) -> None:
         if "end" not in work.facts:
             seen = set(side.tokens.flatten().tolist())
             work.facts["end"] = next(token for token in range(work.model.config.vocab_size - 1, 0, -1) if token not in seen)
-        for _ in range(WARM - 1):
+        for _ in range((WARM if side.engine is None else ENGINE_WARM) - 1):
             side.tokens = _call(side, work)
         _call(side, work, FirstToken() if work.ids.shape[0] == 1 else None)
     except Exception as error:

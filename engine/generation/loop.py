@@ -20,7 +20,7 @@ from .progress import compiling
 from .reader import Copying, Direct, Reader
 from .sampling import Recipe
 from .state import State
-from .steps import Steps
+from .steps import PROMPT_RUNS, Steps
 
 
 @dataclass
@@ -248,10 +248,12 @@ class Loop:
             return ended
 
         for number in range(request.limit):
-            key, function = (("prompt", bucket, *kind), prompt) if number == 0 else (self.last_step, step)
             graph = "prompt" if number == 0 and bucket > 1 else "decode step"
             with compiling(graph, self._new((graph, state.rows, state.slots, masked))):
-                self.steps.run(key, function)
+                if number == 0:
+                    self.steps.run(("prompt", bucket, *kind), prompt, PROMPT_RUNS)
+                else:
+                    self.steps.run(self.last_step, step)
             reader.queue(number)
             while self.taken < number + 1 - lag:
                 if take():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,12 +13,13 @@ from dsi.runtime.graphs import CudaRecorder, Recorder
 log = logging.getLogger("dsi.engine")
 
 GRAPHS = 32  # recorded steps that an engine keeps; the least recently used one gives way
+PROMPT_RUNS = 3  # of a prompt of one size, as it is, before it is recorded: recording takes as long as many prompts
 
 
 class Steps:
     """Runs steps by key. A step with a key reads and writes the same memory each time it is run, and computes the same.
 
-    The first run with a key is the step itself (kernels are compiled and loaded then), the second records it, which executes nothing, and
+    The first runs with a key are the step itself (kernels are compiled and loaded then), the next records it, which executes nothing, and
     launches the record, as every later one does. Without a `recorder` every run is the step itself. A step that cannot be recorded goes on
     as it is; `problem` says why.
     """
@@ -28,16 +29,16 @@ class Steps:
         self.problem = ""
         self.launched = self.plain = 0  # records launched, and steps run as they are, so far
         self._recorded: OrderedDict[Hashable, tuple[Callable[[], None], Any]] = OrderedDict()
-        self._seen: set[Hashable] = set()
+        self._seen: Counter[Hashable] = Counter()
 
-    def run(self, key: Hashable, step: Callable[[], Any]) -> None:
-        """Run `step`, or what was recorded of it for the current stream."""
+    def run(self, key: Hashable, step: Callable[[], Any], plain: int = 1) -> None:
+        """Run `step`, or what was recorded of it for the current stream, after so many `plain` runs."""
         key = self._here(key)
         found = self._recorded.get(key)
-        if found is None and key in self._seen and self.recorder is not None and self.recorder.may_record():
+        if found is None and self._seen[key] >= plain and self.recorder is not None and self.recorder.may_record():
             found = self._record(key, step, self.recorder)
         if found is None:
-            self._seen.add(key)
+            self._seen[key] += 1
             self.plain += 1
             step()
             return
