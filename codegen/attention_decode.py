@@ -37,7 +37,7 @@ class AttentionDecode(AttentionTiles):
         self.matrix = choice.block_m >= LEAST_OF_A_PRODUCT
         super().__init__(spec, choice)
         self.rows_at = "" if self.single else "[:, None]"
-        self.scanned = choice.block_s > 1 and scannable(spec.plan)
+        self.scanned = choice.block_s > 1 and scannable(self.plan)
         self.part = ""
 
     def write(self) -> tuple[Builder, tuple[sympy.Expr, ...]]:

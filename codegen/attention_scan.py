@@ -36,9 +36,7 @@ class Seen:
 
 def rows_of_mask(plan: t.AttentionPlan, one_query: bool) -> str:
     """What a mask's rows are: "m" where heads of a group differ, "q" where only queries do, "" where all rows are alike."""
-    interner = Interner()
-    interner.number(plan.mask)
-    symbols = interner.symbols(plan.mask)
+    symbols = _symbols(plan)
     if t.H in symbols and plan.heads != plan.kv_heads:
         return "m"
     return "q" if t.S in symbols and not one_query else ""
@@ -46,11 +44,11 @@ def rows_of_mask(plan: t.AttentionPlan, one_query: bool) -> str:
 
 def scannable(plan: t.AttentionPlan) -> bool:
     """Whether there is a mask, and it may hide some keys and show others."""
-    if plan.mask is None:
-        return False
-    interner = Interner()
-    interner.number(plan.mask)
-    return t.J in interner.symbols(plan.mask)
+    return t.J in _symbols(plan)
+
+
+def _symbols(plan: t.AttentionPlan) -> frozenset[sympy.Symbol]:
+    return Interner().symbols(plan.mask) if plan.mask is not None else frozenset()
 
 
 def queries_of_block(group: int, block_m: int, most: int | None) -> int:
@@ -143,6 +141,7 @@ def _rows(kernel: AttentionTiles, s_seen: str) -> tuple[str, str, bool]:
 def _visible(kernel: AttentionTiles, block: Block, rows: str, count: str, masked: bool, names: dict[str, str]) -> tuple[str, str]:
     """Writes which keys of a step some row sees, and which every row does; returns the names."""
     mask, new = kernel.plan.mask, kernel.builder.names.new
+    assert mask is not None
     axes = (rows, "j") if rows else ("j",)
     renamed = {"j": names["j_seen"], **({"s": names["s_seen"], "q": names["s_seen"]} if rows == "q" else {})}
     tile = kernel.tile(*axes, names=renamed, masked={"j": True, "q": masked})

@@ -268,8 +268,7 @@ class AttentionTiles:
         printer.expect([e for e in (plan.bias, plan.mask) if e is not None])
         if plan.bias is not None:
             block.line(f"scores += {printer.value(plan.bias).code}")
-        added = plan.mask is not None and plan.mask.dtype != torch.bool
-        if added:
+        if plan.mask is not None and plan.mask.dtype != torch.bool:
             block.line(f"scores += {printer.value(plan.mask).code}")
         conditions = list(self.hidden(printer, axes)) if sight else []
         if conditions:
