@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import sympy
 import torch
 
-from .attention_scan import scan, scannable
-from .attention_tiles import AttentionTiles, greatest, least
+from .attention_scan import greatest, least, scan, scannable
+from .attention_tiles import AttentionTiles
 from .builder import Block, Builder, triton_type
 
 

@@ -18,8 +18,8 @@ import sympy
 import torch
 from dsi.ir import tile as t
 
-from .attention_scan import scan, scannable
-from .attention_tiles import LEAST_OF_A_PRODUCT, AttentionTiles, Channels, greatest, least
+from .attention_scan import greatest, least, scan, scannable
+from .attention_tiles import LEAST_OF_A_PRODUCT, AttentionTiles, Channels
 from .builder import Block, Builder, prefetch, triton_type
 from .columns import ceil_div
 from .kernel import Choice

@@ -8,7 +8,7 @@ its score is -inf; a large negative number hides nothing: a row of nothing else 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -163,3 +163,22 @@ def _visible(kernel: AttentionTiles, block: Block, rows: str, count: str, masked
     block.line(f"{some} = {seeing} > 0")
     block.line(f"{every} = {seeing} == {count}")
     return some, every
+
+
+def greatest(sources: Sequence[str]) -> str:
+    """Source of the greatest of integers."""
+    return _extreme(sources, max, "tl.maximum")
+
+
+def least(sources: Sequence[str]) -> str:
+    """Source of the least of integers."""
+    return _extreme(sources, min, "tl.minimum")
+
+
+def _extreme(sources: Sequence[str], of_numbers: Callable[[list[int]], int], function: str) -> str:
+    numbers = [int(source) for source in sources if source.lstrip("-").isdigit()]
+    parts = [*([str(of_numbers(numbers))] if numbers else []), *(s for s in dict.fromkeys(sources) if not s.lstrip("-").isdigit())]
+    text = parts[0]
+    for part in parts[1:]:
+        text = f"{function}({text}, {part})"
+    return text

@@ -8,7 +8,7 @@ sums are fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -315,22 +315,3 @@ class AttentionTiles:
             printer.expect(store.value for store in self.plan.stores)
             for store in self.plan.stores:
                 printer.store(store)
-
-
-def greatest(sources: Sequence[str]) -> str:
-    """Source of the greatest of integers."""
-    return _extreme(sources, max, "tl.maximum")
-
-
-def least(sources: Sequence[str]) -> str:
-    """Source of the least of integers."""
-    return _extreme(sources, min, "tl.minimum")
-
-
-def _extreme(sources: Sequence[str], of_numbers: Callable[[list[int]], int], function: str) -> str:
-    numbers = [int(source) for source in sources if source.lstrip("-").isdigit()]
-    parts = [*([str(of_numbers(numbers))] if numbers else []), *(s for s in dict.fromkeys(sources) if not s.lstrip("-").isdigit())]
-    text = parts[0]
-    for part in parts[1:]:
-        text = f"{function}({text}, {part})"
-    return text
