@@ -164,6 +164,8 @@ def _shape(layer: _Looking, number: int) -> LayerShape:
     for states in (keys, values):
         if states.dim() != 4 or (states.shape[0], states.shape[2]) != (ROWS, NEW):
             raise NotOurs(f"layer {number} keeps {tuple(states.shape)} of {ROWS} rows of {NEW} tokens, no [rows, heads, tokens, size]")
+    if keys.device != layer.cumulative_length.device:
+        raise NotOurs(f"layer {number} is on {keys.device}, and the model starts on {layer.cumulative_length.device}")
     if keys.shape[1] != values.shape[1]:
         raise NotOurs(f"layer {number} has {keys.shape[1]} heads of keys and {values.shape[1]} of values")
     return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, values.dtype)

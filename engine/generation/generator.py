@@ -55,6 +55,7 @@ class Generator:
         self.options, self.cuda_graph = options, cuda_graph
         self.why_not_ours = ""  # why the last call ran in transformers' loops; "" where it did not
         self.loop: Loop | None = None
+        self._kind: tuple[torch.device, torch.dtype] | None = None  # where and in what dtype the loop was made
         self._refused = ""
         self._positions = position_limit(model, model.config)
         self._facade = Facade(model, options, self._sample, self._check)
@@ -123,13 +124,14 @@ class Generator:
         """The loop, made at the first call. Raises `NotOurs` where the model is none for it."""
         if self._refused:
             raise NotOurs(self._refused)
-        if self.loop is None or self.loop.device != self.model.device:
+        if self.loop is None or self._kind != (self.model.device, self.model.dtype):
             try:
                 decoder: Decoder = examine(self.model)
             except NotOurs as reason:
                 self._refused = str(reason)
                 raise
             device = self.model.device
+            self._kind = device, self.model.dtype
             steps = Steps(recorder_for(device, self.cuda_graph))
             self.loop = Loop(decoder, self.min_out_tokens, self.max_out_tokens, self.options, steps, device)
         return self.loop

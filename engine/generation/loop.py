@@ -15,40 +15,13 @@ from .buckets import cache_bucket, prompt_bucket
 from .cache import KeyValueStore, take_over
 from .compiled import compiled
 from .decoder import Decoder
+from .feed import Feed
 from .gpu_state import GpuState
 from .progress import compiling
 from .reader import Copying, Direct, Reader
-from .sampling import Recipe
+from .request import Request
 from .state import State
 from .steps import PROMPT_RUNS, Steps
-
-
-@dataclass
-class Request:
-    """One call of `generate`, prepared.
-
-    `ids` [rows, n]: the sequence so far, of which the last `fed` tokens are not in the cache yet. `mask` [rows, past + fed]: 0 where a
-    token is padding; None where none is. `positions` [rows or 1, fed], or None. `limit`: new tokens at most. `ends`: end-of-sequence
-    tokens, or None. `past`: a caller's cache with `held` tokens. `criteria`: looked at after every token; (ids, None) -> [rows] bool.
-    """
-
-    ids: Tensor
-    fed: int
-    limit: int
-    recipe: Recipe
-    mask: Tensor | None = None
-    positions: Tensor | None = None
-    ends: Tensor | None = None
-    pad: Tensor | int = 0
-    past: Cache | None = None
-    held: int = 0
-    criteria: Callable[[Tensor, None], Tensor] | None = None
-    streamer: Any = None
-
-    @property
-    def total(self) -> int:
-        """Tokens of a row at most: those in the cache, those fed, and the new ones."""
-        return self.held + self.fed + self.limit
 
 
 @dataclass
@@ -58,16 +31,6 @@ class Made:
     ids: Tensor
     cache: Cache
     held: int
-
-
-@dataclass(eq=False)
-class _Feed:
-    """A prompt in buffers that stay: ids and positions [rows, bucket], the place of its last token [1], and its length []."""
-
-    ids: Tensor
-    positions: Tensor
-    last: Tensor
-    length: Tensor
 
 
 @dataclass
@@ -82,7 +45,7 @@ class Loop:
     device: torch.device
     reader: Reader | None = None
     _states: dict[tuple[int, int], State] = field(default_factory=dict)
-    _feeds: dict[tuple[int, int], _Feed] = field(default_factory=dict)
+    _feeds: dict[tuple[int, int], Feed] = field(default_factory=dict)
     _compiled: set[Hashable] = field(default_factory=set)
     _weights: Hashable = None
     last_step: Hashable = None  # the key of the decode step that was run last
@@ -182,26 +145,14 @@ class Loop:
         counters = [(state.count, request.ids.shape[1] + 1), (state.made, 1), (state.length, request.held + request.fed)]
         self._began = state, counters, request.limit - 1
 
-    def _feed(self, state: State, request: Request) -> _Feed:
-        """The prompt, padded behind its end: no token sees what comes after it, and what is generated overwrites it."""
-        rows, fed = state.rows, request.fed
-        bucket = prompt_bucket(fed, state.slots - request.held)
-        feed = self._feeds.get((rows, bucket))
-        if feed is None:
-            ids, positions = (torch.zeros(rows, bucket, dtype=torch.int64, device=self.device) for _ in range(2))
-            last = torch.zeros(1, dtype=torch.int64, device=self.device)
-            feed = self._feeds[rows, bucket] = _Feed(ids, positions, last, torch.zeros((), dtype=torch.int64, device=self.device))
-            if bucket > 1:
-                torch._dynamo.maybe_mark_dynamic(ids, 1)
-                torch._dynamo.maybe_mark_dynamic(positions, 1)
-        feed.ids.zero_()
-        feed.ids[:, :fed].copy_(request.ids[:, -fed:])
-        feed.positions.zero_()
+    def _feed(self, state: State, request: Request) -> Feed:
+        bucket = prompt_bucket(request.fed, state.slots - request.held)
+        if (state.rows, bucket) not in self._feeds:
+            self._feeds[state.rows, bucket] = Feed(state.rows, bucket, self.device)
+        feed = self._feeds[state.rows, bucket]
+        feed.fill(request.ids[:, -request.fed :], request.positions)
         if request.positions is not None:
-            feed.positions[:, :fed].copy_(request.positions)
             state.position.copy_(request.positions[:, -1:])
-        feed.last.fill_(fed - 1)
-        feed.length.fill_(fed)
         return feed
 
     # ---------------------------------------------------------------------------------------------------------------------- steps
@@ -212,7 +163,7 @@ class Loop:
         masked = state.rows > 1 or request.mask is not None or self.decoder.always_masked
         mask = state.mask if masked else None
         feed = self._feed(state, request)
-        bucket = feed.ids.shape[1]
+        bucket = feed.bucket
         self.store.written = max(self.store.written, request.held + bucket, request.total)
 
         def prompt() -> None:

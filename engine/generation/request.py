@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from .cache import is_growing
 from .decoder import Decoder, NotOurs
-from .loop import Request
-from .sampling import recipe
+from .sampling import Recipe, recipe
 
 CACHE_NAMES = ("cache", "past_key_values")
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass
+class Request:
+    """One call of `generate`, prepared.
+
+    `ids` [rows, n]: the sequence so far, of which the last `fed` tokens are not in the cache yet. `mask` [rows, past + fed]: 0 where a
+    token is padding; None where none is. `positions` [rows or 1, fed], or None. `limit`: new tokens at most. `ends`: end-of-sequence
+    tokens, or None. `past`: a caller's cache with `held` tokens. `criteria`: looked at after every token; (ids, None) -> [rows] bool.
+    """
+
+    ids: Tensor
+    fed: int
+    limit: int
+    recipe: Recipe
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+    ends: Tensor | None = None
+    pad: Tensor | int = 0
+    past: Cache | None = None
+    held: int = 0
+    criteria: Callable[[Tensor, None], Tensor] | None = None
+    streamer: Any = None
+
+    @property
+    def total(self) -> int:
+        """Tokens of a row at most: those in the cache, those fed, and the new ones."""
+        return self.held + self.fed + self.limit
 
 
 def request_of(

@@ -57,6 +57,8 @@ class Steps:
 
     def forget(self) -> None:
         """Memory that steps use has moved: record them anew."""
+        if self._recorded and torch.cuda.is_available():
+            torch.cuda.synchronize()  # a step behind the end of the last call may be running
         self._recorded.clear()
         self._seen.clear()
 
