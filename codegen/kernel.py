@@ -105,14 +105,13 @@ class Choice:
     `block_m` rows and `block_n` columns (attention: keys) a program, `block_k` inner elements a step, `block_s` columns a step of a pass
     for row statistics. All are powers of two. Where columns are held in groups, `block_n` counts them after padding to a power of two.
 
-    `split` programs share the contracted dimension (attention: the keys) of one block, and the last to arrive finishes it. `prefetch`
-    bytes of each row of a weight are asked for before the kernel waits for the one before it (0: none). `apart`: a linear's prologue is a
-    kernel of its own. `digits` int8 digits stand for an activation where the weights are int8 (0: the weights are converted instead);
-    they are made apart.
+    `split` programs share the contracted dimension (attention: the keys) of one block, and the last to arrive finishes it. `apart`: a
+    linear's prologue is a kernel of its own. `digits` int8 digits stand for an activation where the weights are int8 (0: the weights are
+    converted instead); they are made apart.
 
     Attention: `block_m` rows are query heads of a key head for consecutive queries, of fewer than 16 no matrix units are used;
     `block_k` channels of a head are multiplied at once (1: all); `block_s` keys of the mask are looked at in one step before any key is
-    read (1: it is not looked at); `prefetch` bytes of each of a program's first keys and values are asked for.
+    read (1: it is not looked at); `prefetch` bytes of each of a program's first keys and values are asked for before the kernel waits for the one before it (0: none).
     """
 
     schedule: str

@@ -27,7 +27,6 @@ from .statistics import Straight, divisible
 if TYPE_CHECKING:
     from .linear import Bases, Linear
 
-LINE = 128  # bytes that one prefetch asks for
 Sums = dict[tuple[int, int], str]  # names of accumulators by (window, part)
 Tiles = dict[tuple[int, int], tuple[str, frozenset[int]]]  # names and axes of weights' tiles by (window, part)
 
@@ -55,52 +54,18 @@ class Products:
     # ------------------------------------------------------------------------------------------------------------------- ahead
 
     def ahead(self) -> None:
-        """What may come before the wait: the first tiles of the weights (gemv), or a request that their first bytes come to the L2."""
+        """What may come before the wait: the first tiles of the weights (gemv), and what else of a single step is constant."""
         if any(window.weight not in self.spec.constants for window in self.segment.windows):
             return
         if self.schedule == "gemv":
             self.k = self.steps_at(self.body, "k" if self.straight else "k_first", self.linear.k_start)
             self.first = self.load_tiles(self.body, self.body, self.k)
-        if self.choice.prefetch and not self.straight:
-            self.prefetch()
         if self.schedule == "gemv" and self.straight:
             self.x_printer = self.step_printer(self.outer({}), {})
             self.x_printer.expect([self.x])
             for load in unconditional([self.x]):
                 if load.input in self.spec.constants:
                     self.x_printer.value(load)
-
-    def prefetch(self) -> None:
-        """Asks for the first bytes of each row of the weights, a line at a time."""
-        body, names, itemsize = self.body, self.builder.names, self.spec.inputs[self.segment.windows[0].weight].dtype.itemsize
-        count = self.choice.prefetch // LINE
-        guarded = Block(body)
-        if any(window.kn for window in self.segment.windows) or not count:
-            return
-        k = names.new("line")
-        start = [self.linear.k_start, "BLOCK_K" if self.schedule == "gemv" else ""]  # gemv has its first tile already
-        guarded.line(f"{k} = {' + '.join([*filter(None, start), f'tl.arange(0, {count})'])} * {LINE // itemsize}")
-        masks = ("c",) if self.masked else ()
-        if self.schedule == "gemv" or not divisible(self.span, count * LINE // itemsize):
-            guarded.line(f"{k}_in = {k} < {self.linear.k_end or self.size()}")
-            masks = (*masks, "k")
-        for part in range(self.columns.parts):
-            tile = self.linear.part(self.linear.tile("ck", {"c": self.c, "k": k}, masks), self.columns, part)
-            tile.shape = ("BLOCK_N", str(count))
-            printer = Printer(self.builder, guarded, tile)
-            for window in self.segment.windows:
-                tensor = self.spec.inputs[window.weight]
-                address, axes, _ = printer.address(self.builder.input(window.weight), tensor, (window.n, t.K), (), ())
-                if axes != frozenset((0, 1)):
-                    continue
-                if tile.masks:  # a line beyond the end: the first is asked for again
-                    inside = " & ".join(tile.masks.values())
-                    address = f"tl.where({inside}, {address}, {self.builder.input(window.weight)})"
-                guarded.line(
-                    f'tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [{address}], '
-                    "dtype=tl.int32, is_pure=False, pack=1)"
-                )
-        body.attach("if PDL:", guarded)
 
     # -------------------------------------------------------------------------------------------------------------------- loop
 

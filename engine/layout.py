@@ -1,8 +1,8 @@
 """How weights lie in memory: what one output reads, side by side.
 
-transformers' `Conv1D` (GPT-2) stores its weight [K, N], so that a program which computes a few outputs reads short runs far apart. One token
-at a time such a product takes up to twice as long (measured on an H200: GPT-2's linears in 16 us a layer, 8 us laid out). The values and the
-shape of a laid out weight are the same, only its strides differ.
+transformers' `Conv1D` (GPT-2) stores its weight [K, N], so that a program which computes a few outputs reads short runs far apart. One
+token at a time such a product takes up to twice as long (measured on an H200: GPT-2's linears in 16 us a layer, 8 us laid out). The values
+and the shape of a laid out weight are the same, only its strides differ.
 """
 
 from __future__ import annotations

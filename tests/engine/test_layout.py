@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dsi
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import dsi
 
 
 def gpt2() -> GPT2LMHeadModel:
