@@ -111,7 +111,8 @@ class Choice:
 
     Attention: `block_m` rows are query heads of a key head for consecutive queries, of fewer than 16 no matrix units are used;
     `block_k` channels of a head are multiplied at once (1: all); `block_s` keys of the mask are looked at in one step before any key is
-    read (1: it is not looked at); `prefetch` bytes of each of a program's first keys and values are asked for before the kernel waits for the one before it (0: none).
+    read (1: it is not looked at); `prefetch` bytes of each of a program's first keys and values are asked for before the kernel waits for
+    the one before it (0: none).
     """
 
     schedule: str
