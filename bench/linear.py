@@ -323,7 +323,8 @@ def _keep(tried: Tried, plan: Plan, name: str) -> None:
     from dsi.codegen import defaults
 
     best = tried.good[0]
-    defaults.write(plan.defaults, name, [defaults.entry(tried.problem.spec, best.choice, best.us or 0.0)])
+    library = next((candidate.us for candidate in tried.good if candidate.choice.schedule == "library"), None)
+    defaults.write(plan.defaults, name, [defaults.entry(tried.problem.spec, best.choice, best.us or 0.0, library=library)])
 
 
 # --------------------------------------------------------------------------------------------------------------------- arguments

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from . import attention_defaults
 from .devices import Device, find_device
 from .kernel import Choice
-from .library import possible
+from .library import library_seconds, possible
 from .linear_choices import SKINNY_ROWS, admissible, statistics_block
 from .linear_cost import LinearWork, linear_work
 from .roofline import assumed_rows, assumptions, rows_of
@@ -54,6 +54,7 @@ class Entry(BaseModel):
     norm: str = ""
     choice: dict[str, Any]
     us: float = Field(gt=0)
+    library: float | None = None  # microseconds by a library's kernels; None where they were not tried
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -78,9 +79,9 @@ class Entry(BaseModel):
         return apart + (OTHER_NORM if self.norm != other.norm else 0.0)
 
 
-def entry(spec: t.KernelSpec, choice: Choice, us: float, rows: int | None = None) -> Entry:
+def entry(spec: t.KernelSpec, choice: Choice, us: float, rows: int | None = None, library: float | None = None) -> Entry:
     """What is kept of a measurement of a linear region: at `rows` rows, or the number that its plan has."""
-    return _entry(_work(spec, rows), choice, us)
+    return _entry(_work(spec, rows), choice, us, library)
 
 
 def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice | None:
@@ -105,10 +106,22 @@ def _nearest(spec: t.KernelSpec, work: LinearWork, rows: int | None, entries: Se
             if (rows is None or rows > SKINNY_ROWS) and possible(spec, choice):
                 return choice
             continue
+        if spec.library and not _ahead(entries[number], spec, work, device):
+            return None
         choice = dataclasses.replace(choice, block_s=statistics_block(work, choice.block_m, choice.num_warps))
         if admissible(work, choice, rows, device, same=apart == 0.0):
             return choice
     return None
+
+
+def _ahead(measured: Entry, spec: t.KernelSpec, work: LinearWork, device: Device) -> bool:
+    """Whether a kernel of ours that was measured beats a library's: where that was not tried, its prediction."""
+    if measured.library is not None or work.rows <= SKINNY_ROWS:
+        return True
+    grown = work.rows * work.columns * work.inner / (measured.rows * measured.columns * measured.inner)
+    by_library = Choice("library", None, 1, 1)
+    seconds = library_seconds(spec, work.rows, assumptions(spec.plan, by_library), device)
+    return measured.us * 1e-6 * grown <= seconds or not possible(spec, by_library)
 
 
 def _work(spec: t.KernelSpec, rows: int | None) -> LinearWork:
@@ -116,7 +129,7 @@ def _work(spec: t.KernelSpec, rows: int | None) -> LinearWork:
     return linear_work(spec, assumed_rows(spec.plan, judged), assumptions(spec.plan, judged))
 
 
-def _entry(work: LinearWork, choice: Choice | None, us: float) -> Entry:
+def _entry(work: LinearWork, choice: Choice | None, us: float, library: float | None = None) -> Entry:
     fields = {} if choice is None else {f.name: getattr(choice, f.name) for f in dataclasses.fields(choice)}
     kept = {f.name: f.default for f in dataclasses.fields(Choice)}
     return Entry(
@@ -131,6 +144,7 @@ def _entry(work: LinearWork, choice: Choice | None, us: float) -> Entry:
         norm=" ".join(work.reductions),
         choice={name: value for name, value in fields.items() if name not in ("max_rows", "block_s") and value != kept[name]},
         us=round(us, 2),
+        library=None if library is None else round(library, 2),
     )
 
 

@@ -8,6 +8,7 @@ from dsi.codegen import cost
 from dsi.codegen.devices import H200, Device
 from dsi.ir.errors import Refused
 from dsi.ir.region import Region
+from dsi.ir.tile import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Figures:
     limit: str  # "memory" or "compute": which of the two the floor is
     device: str
     assumed: str = ""
+    rival: str = ""  # the schedule of the best choice of the other kind, a library's kernels or ours, where both may be used
+    rival_seconds: float = 0.0
 
     @property
     def share(self) -> float:
@@ -71,6 +74,7 @@ def _figures(region: Region, choice: cost.Choice, device: Device) -> Figures:
     moved = cost.evaluate(cost.traffic(spec), assumed)
     flops = cost.evaluate(cost.work(spec.plan), assumed)
     itemsize = min((t.dtype.itemsize for t in spec.inputs if t is not None and t.dtype.is_floating_point), default=4)
+    rival = _rival(spec, choice, device)
     memory, compute = moved / device.bandwidth, flops / device.matrix.get(itemsize, device.vector)
     return Figures(
         choice.schedule,
@@ -81,7 +85,17 @@ def _figures(region: Region, choice: cost.Choice, device: Device) -> Figures:
         "memory" if memory >= compute else "compute",
         device.name,
         ", ".join(f"{symbol} = {number}" for symbol, number in assumed.items()),
+        "" if rival is None else rival.schedule,
+        0.0 if rival is None else cost.predict(spec, rival, device),
     )
+
+
+def _rival(spec: KernelSpec, choice: cost.Choice, device: Device) -> cost.Choice | None:
+    """The best choice of the other kind."""
+    if not spec.library:
+        return None
+    ours = choice.schedule != "library"
+    return next((other for other in cost.candidates(spec, choice.max_rows, device) if (other.schedule == "library") == ours), None)
 
 
 def quantity(value: float, unit: str) -> str:

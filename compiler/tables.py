@@ -58,6 +58,7 @@ def _regions(regions: list[Region]) -> Table:
         "times",
         "kind",
         "region",
+        "kernel",
         "bytes",
         "operations",
         "predicted",
@@ -66,16 +67,27 @@ def _regions(regions: list[Region]) -> Table:
         title_justify="left",
         box=None,
     )
-    for number in (0, 3, 4, 5, 6):
+    for number in (0, 4, 5, 6, 7):
         table.columns[number].justify = "right"
     total = 0.0
     for (kind, label, _), group in groups.items():
         found = figures_of(group[0], device)
         total += found.seconds * len(group) if found else 0.0
-        table.add_row(str(len(group)), Text(kind, style=COLOURS.get(kind, "")), label, *_cells(found))
+        table.add_row(str(len(group)), Text(kind, style=COLOURS.get(kind, "")), label, _kernel(group[0], found), *_cells(found))
     table.add_section()
-    table.add_row(str(len(regions)), "", "together", "", "", microseconds(total), "")
+    table.add_row(str(len(regions)), "", "together", "", "", "", microseconds(total), "")
     return table
+
+
+def _kernel(region: Region, found: Figures | None) -> str:
+    """What runs a region, and where a library's kernels were weighed against ours, the other's predicted time over its own."""
+    if found is None:
+        return ""
+    made = region.kernels[-1].schedule if region.kernels else found.schedule
+    if not found.rival or made not in (found.schedule, found.rival):
+        return made
+    own, other = (found.seconds, found.rival_seconds) if made == found.schedule else (found.rival_seconds, found.seconds)
+    return f"{made} ({other / own:.2f}x {found.rival if made == found.schedule else found.schedule})"
 
 
 def _cells(found: Figures | None) -> tuple[str, str, str, str]:

@@ -97,6 +97,22 @@ def test_many_rows_take_it_whatever_their_number(table):
     assert defaults.lookup(projection(1, symbolic=True), None, "H200") == tiled
 
 
+def test_a_library_that_was_not_tried_may_be_predicted_to_win(table):
+    spec = dataclasses.replace(projection(512, 14336), library=True)
+    tiled = Choice("tiled", None, 128, 128, 64, 64, 8, 4)
+    slow, fast = (defaults.entry(spec, tiled, us) for us in (300.0, 60.0))
+    tried = defaults.entry(spec, tiled, 300.0, library=310.0)
+    for entry, taken in ((slow, False), (fast, True), (tried, True)):
+        file = table((spec, tiled))
+        defaults.write(file, "H200", [entry])
+        found = defaults.read(file)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(defaults, "table", lambda found=found: found)
+            assert (defaults.lookup(spec, None, "H200") == tiled) == taken
+            assert defaults.lookup(dataclasses.replace(spec, library=False), None, "H200") == tiled
+            assert cost.choices(spec)[0].schedule == ("tiled" if taken else "library")
+
+
 def test_a_choice_that_cannot_be_this_linears_is_passed_over():
     spec = on_meta(lambda: plans.llama_qkv(BF16, 1, 1, qk_norm=True, **LLAMA))
     work = linear_work(spec, 1, {})
