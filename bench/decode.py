@@ -33,15 +33,18 @@ def run(
     report = Report("decode", settings)
     report.measure_rates()
     for name in cases:
+        if not report.fits(name, 0 if settings.small else 25):
+            continue
         encoder = shapes.SHAPES[name].family == "bert"
+        model, title = model_of(name, settings, layers, max(cache, length))
         for batch in (1,) if encoder else batches:
             for live in (None,) if encoder else lives:
-                if report.fits(f"{name} b{batch}", 0 if settings.small else 20):
-                    model, title = model_of(name, settings, layers, max(cache, length))
+                if report.fits(f"{name} b{batch}", 0 if settings.small else 15):
                     work = encode(model, title, batch, length) if encoder else decode(model, title, batch, cache, live)
                     work.facts |= {"case": name, "layers": model.config.num_hidden_layers, "batch": batch}
                     compare(work, report)
-                    del model, work
+                    del work
+        del model
     summary(report)
     return report
 

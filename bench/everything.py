@@ -116,7 +116,7 @@ class Everything:
             began = time.monotonic()
             state, why = run_within(command, limit, self.log)
             took = time.monotonic() - began
-            if file.exists():
+            if file.exists():  # whole, whatever has become of the process
                 content = json.loads(file.read_text())
                 self.runs.append({"row": row.name, **content})
                 if content.get("skipped") and state == "ok":

@@ -8,9 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-COLOURS = ("#0b6e4f", "#35b37e", "#98d8b4", "#c9704a", "#8e6fb0", "#5b84b1", "#9aa0a6", "#c2a83e", "#b0527a")  # dsi's sides green, first
-BAR, GAP, GROUP_GAP, LABEL, PLOT, TEXT = 13, 2, 14, 300, 560, 6.4
-FIRST = ("dsi-max-autotune", "dsi-reduce-overhead", "dsi")
+OURS = ("#0b6e4f", "#35b37e", "#7ccf9f", "#b5e3c8")
+THEIRS = ("#c9704a", "#8e6fb0", "#5b84b1", "#9aa0a6", "#c2a83e", "#b0527a", "#6b4f3a")
+LEGEND = 3  # sides in a line of it
+BAR, GAP, GROUP_GAP, LABEL, PLOT = 13, 2, 14, 300, 560
 NOTHING = "nothing to draw: no row has a share of the roofline, which is measured on a CUDA device only"
 Rows = dict[str, dict[str, float]]  # what was run -> side -> share of the roofline
 
@@ -47,14 +48,24 @@ def label_of(row: Mapping[str, Any]) -> str:
 
 def order_of(rows: Rows) -> list[str]:
     """The sides that occur: dsi's first, then in the order of their names."""
-    return sorted({side for shares in rows.values() for side in shares}, key=lambda side: (side not in FIRST, side))
+    return sorted({side for shares in rows.values() for side in shares}, key=lambda side: (not side.startswith("dsi"), side))
+
+
+def colours_of(sides: Sequence[str]) -> dict[str, str]:
+    """A colour a side: greens for dsi's."""
+    ours = [side for side in sides if side.startswith("dsi")]
+    theirs = [side for side in sides if side not in ours]
+    pairs = [(side, OURS[i % len(OURS)]) for i, side in enumerate(ours)] + [
+        (side, THEIRS[i % len(THEIRS)]) for i, side in enumerate(theirs)
+    ]
+    return dict(pairs)
 
 
 def svg(rows: Rows, title: str) -> str:
     """A picture of bars, a group each row."""
     sides = order_of(rows)
-    colour = {side: COLOURS[number % len(COLOURS)] for number, side in enumerate(sides)}
-    width, top = LABEL + PLOT + 70, 76 + 18 * ((len(sides) + 3) // 4 - 1)
+    colour = colours_of(sides)
+    width, top = LABEL + PLOT + 70, 76 + 18 * ((len(sides) - 1) // LEGEND)
     parts, y = [], float(top)
     for label, shares in rows.items():
         drawn = [side for side in sides if side in shares]
@@ -76,7 +87,7 @@ def svg(rows: Rows, title: str) -> str:
     ]
     legend = []
     for number, side in enumerate(sides):
-        x, at = LABEL + (number % 4) * 150, 46 + 18 * (number // 4)
+        x, at = LABEL + (number % LEGEND) * 195, 46 + 18 * (number // LEGEND)
         legend.append(f'<rect x="{x}" y="{at - 10}" width="11" height="11" fill="{colour[side]}"/>')
         legend.append(f'<text class="small" x="{x + 16}" y="{at}">{escape(side)}</text>')
     return (
@@ -93,9 +104,11 @@ def png(rows: Rows, title: str, file: Path) -> None:
     """The same bars by matplotlib. Raises ValueError where it is not installed."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError:
         raise ValueError(f"{file}: PNG needs matplotlib (pip install matplotlib); a name that ends in .svg needs nothing") from None
     sides = order_of(rows)
+    colour = colours_of(sides)
     count = sum(map(len, rows.values()))
     figure = Figure(figsize=(11, 1.6 + 0.17 * count + 0.12 * len(rows)), layout="constrained")
     axes = figure.subplots()
@@ -104,21 +117,16 @@ def png(rows: Rows, title: str, file: Path) -> None:
         drawn = [side for side in sides if side in shares]
         ticks.append((at + (len(drawn) - 1) / 2, label))
         for side in drawn:
-            axes.barh(at, shares[side], 0.85, color=COLOURS[sides.index(side) % len(COLOURS)])
+            axes.barh(at, shares[side], 0.85, color=colour[side])
             axes.text(shares[side] + 0.005, at, f"{shares[side]:.2f}", va="center", fontsize=7)
             at += 1
         at += 0.9
     axes.set_yticks([place for place, _ in ticks], [label for _, label in ticks], fontsize=8)
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.05), title=title)
-    axes.legend([_patch(COLOURS[n % len(COLOURS)]) for n in range(len(sides))], sides, fontsize=8, loc="lower right")
+    axes.margins(y=0.01)
+    axes.legend([Patch(color=colour[side]) for side in sides], sides, fontsize=8, loc="lower right")
     figure.savefig(file, dpi=130)
-
-
-def _patch(colour: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour)
 
 
 def draw(files: Sequence[Path], out: Path) -> None:

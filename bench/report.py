@@ -91,12 +91,14 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Write the file: after every row, so that a run that is cut short leaves what it found."""
+        """Write the file: after every row and at once, so that a run that is cut short leaves what it found."""
         path = self.settings.json
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = {**self.head, "seconds": self.settings.budget.spent, "skipped": self.skipped, "rows": self.rows}
-            path.write_text(json.dumps(content, indent=1, default=_plain))
+            new = path.with_name(f"{path.name}.new")
+            new.write_text(json.dumps(content, indent=1, default=_plain))
+            new.replace(path)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; the first column is text, the others figures."""
