@@ -177,43 +177,65 @@ class Loop:
             logits = self._step(state.token, state.position, mask, cache)
             state.follow(recipe, logits[:, -1], state.one)
 
-        reader = self.reader
-        assert reader is not None
-        reader.begin(state.board)
         kind = (state.rows, state.slots, masked, state.ending, recipe.key)
         self.last_step = ("step", *kind)
-        lag = reader.lag if request.criteria is None else 0
-        self.taken = 0
-
-        def take() -> bool:
-            """Look at the tokens of the next step; whether every row is at its end."""
-            row = reader.read(self.taken)
-            self.taken += 1
-            ended = bool(row[-1])
-            if request.criteria is not None:
-                done = request.criteria(state.ids[:, : request.ids.shape[1] + self.taken], None)
-                state.finished.logical_or_(done.to(state.finished.device))
-                ended = bool(state.finished.all())
-            if request.streamer is not None:
-                request.streamer.put(row[:-1].clone())
-            return ended
-
+        looks = _Looks(self, state, request)
+        launch: Callable[[], None] | None = None
         for number in range(request.limit):
-            graph = "prompt" if number == 0 and bucket > 1 else "decode step"
-            with compiling(graph, self._new((graph, state.rows, state.slots, masked))):
-                if number == 0:
+            if launch is not None:
+                launch()
+            elif number == 0:
+                with compiling("decode step" if bucket == 1 else "prompt", self._new((bucket > 1, *kind[:3]))):
                     self.steps.run(("prompt", bucket, *kind), prompt, PROMPT_RUNS)
-                else:
-                    self.steps.run(self.last_step, step)
-            reader.queue(number)
-            while self.taken < number + 1 - lag:
-                if take():
-                    return
-        while self.taken < request.limit and not take():
-            pass
+            else:
+                with compiling("decode step", self._new((False, *kind[:3]))):
+                    launch = self.steps.run(self.last_step, step)
+            if looks.queued(number):
+                return
+        looks.finish()
 
     def _new(self, key: Hashable) -> bool:
         if key in self._compiled:
             return False
         self._compiled.add(key)
         return True
+
+
+class _Looks:
+    """The host's looks at the tokens of one request, as late as the reader says. Without anybody who wants to know, there are none."""
+
+    def __init__(self, loop: Loop, state: State, request: Request) -> None:
+        assert loop.reader is not None
+        self._loop, self._state, self._request, self._reader = loop, state, request, loop.reader
+        self._lag = loop.reader.lag if request.criteria is None else 0
+        self._any = request.ends is not None or request.criteria is not None or request.streamer is not None
+        self._reader.begin(state.board)
+        loop.taken = 0
+
+    def queued(self, step: int) -> bool:
+        """Step number `step` has been queued. Returns whether a step was seen after which every row is at its end."""
+        if not self._any:
+            return False
+        self._reader.queue(step)
+        return step >= self._lag and self._look()
+
+    def finish(self) -> None:
+        """The last step has been queued."""
+        if not self._any:
+            self._loop.taken = self._request.limit
+        while self._loop.taken < self._request.limit and not self._look():
+            pass
+
+    def _look(self) -> bool:
+        """Look at the next step; whether every row is at its end after it."""
+        loop, request = self._loop, self._request
+        row = self._reader.read(loop.taken)
+        loop.taken += 1
+        ended = bool(row[-1])
+        if request.criteria is not None:
+            done = request.criteria(self._state.ids[:, : request.ids.shape[1] + loop.taken], None)
+            self._state.finished.logical_or_(done.to(self._state.finished.device))
+            ended = bool(self._state.finished.all())
+        if request.streamer is not None:
+            request.streamer.put(torch.from_numpy(row[:-1].copy()))
+        return ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,8 @@ class Reader(Protocol):
     def queue(self, step: int) -> None:
         """Step number `step` has been queued."""
 
-    def read(self, step: int) -> Tensor:
-        """The row [n] of a queued step, on the CPU; waits for the step."""
+    def read(self, step: int) -> np.ndarray:
+        """The row [n] of a queued step; waits for the step. It may be overwritten when more steps have been queued."""
 
 
 class Direct:
@@ -34,8 +35,8 @@ class Direct:
     def queue(self, step: int) -> None:
         pass
 
-    def read(self, step: int) -> Tensor:
-        return self._board[step].cpu()
+    def read(self, step: int) -> np.ndarray:
+        return self._board[step].cpu().numpy()
 
 
 class Copying:
@@ -57,6 +58,7 @@ class Copying:
         self._board = board
         if self._pinned is None or self._pinned.shape != board.shape:
             self._pinned = torch.empty(board.shape, dtype=board.dtype, pin_memory=True)
+            self._rows = self._pinned.numpy()
             self._copied = [torch.cuda.Event() for _ in range(self.lag + 2)]
 
     def queue(self, step: int) -> None:
@@ -67,7 +69,6 @@ class Copying:
             self._pinned[step].copy_(self._board[step], non_blocking=True)
             self._copied[step % len(self._copied)].record()
 
-    def read(self, step: int) -> Tensor:
-        assert self._pinned is not None
+    def read(self, step: int) -> np.ndarray:
         self._copied[step % len(self._copied)].synchronize()
-        return self._pinned[step]
+        return self._rows[step]

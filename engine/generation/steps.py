@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
@@ -31,8 +32,9 @@ class Steps:
         self._recorded: OrderedDict[Hashable, tuple[Callable[[], None], Any]] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
 
-    def run(self, key: Hashable, step: Callable[[], Any], plain: int = 1) -> None:
-        """Run `step`, or what was recorded of it for the current stream, after so many `plain` runs."""
+    def run(self, key: Hashable, step: Callable[[], Any], plain: int = 1) -> Callable[[], None] | None:
+        """Run `step`, or what was recorded of it for the current stream, after so many `plain` runs. Returns what launches the record, to
+        be called for the same step again; None where there is none yet."""
         key = self._here(key)
         found = self._recorded.get(key)
         if found is None and self._seen[key] >= plain and self.recorder is not None and self.recorder.may_record():
@@ -41,10 +43,15 @@ class Steps:
             self._seen[key] += 1
             self.plain += 1
             step()
-            return
+            return None
         self._recorded.move_to_end(key)
+        launch = functools.partial(self._launch, found[0])
+        launch()
+        return launch
+
+    def _launch(self, replay: Callable[[], None]) -> None:
         self.launched += 1
-        found[0]()
+        replay()
 
     def replay(self, key: Hashable) -> Callable[[], None] | None:
         """What launches the record of `key`, to be measured; None where there is none."""
