@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-import re
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from dsi.ir.region import Region
-from dsi.ir.source import source_frame
+from dsi.ir.source import module_path, source_frame
 from dsi.patterns.rewriter import PROVENANCE, Provenance
+from dsi.quantize.ops import quantize_weight
 from torch import fx
 
 from .printing import target_text, value_text
@@ -69,41 +68,29 @@ class GraphRecord:
             self.lowered = nodes_of(gm)
 
 
-_INDEX = re.compile(r"\['?(\w+)'?\]")  # "layers[0]" or "['layers']", as Dynamo spells the way to a module
-_ROOT = re.compile(r"^L(\.(self|args|kwargs|fn|mod|\d+)\b)*\.?")  # how it reached the model itself
-
-
 def nodes_of(gm: fx.GraphModule) -> list[Node]:
-    """The nodes of a graph, in order."""
-    return [_node(node) for node in gm.graph.nodes]
+    """The nodes of a graph, in order. The int8 form of a weight is an input like the weight."""
+    return [_node(node) for node in gm.graph.nodes if node.target is not quantize_weight]
 
 
 def _node(node: fx.Node) -> Node:
     file, line, code = source_frame(node)
     region = node.meta.get("region")
+    packed = node.target is operator.getitem and getattr(node.args[0], "target", None) is quantize_weight
     return Node(
         name=node.name,
-        op=node.op,
+        op="placeholder" if packed else node.op,
         target=target_text(node.target).removeprefix("torch.ops."),
-        inputs=tuple(dict.fromkeys(argument.name for argument in node.all_input_nodes)),
+        inputs=() if packed else tuple(dict.fromkeys(argument.name for argument in node.all_input_nodes)),
         value=value_text(node.meta.get("val", node.meta.get("example_value"))).removesuffix(" meta"),
         file=file,
         line=line,
         code=code,
-        module=_module(node),
+        module=module_path(node),
         is_view=_is_view(node),
         rewrites=tuple(Rewritten(p.rule, p.place, p.replaced) for p in node.meta.get(PROVENANCE, ()) if isinstance(p, Provenance)),
         region=region if isinstance(region, Region) else None,
     )
-
-
-def _module(node: fx.Node) -> str:
-    """The module of the model that made `node`: "model.layers.0.mlp"."""
-    stack: Any = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = _INDEX.sub(r".\1", str(list(stack.values())[-1][0]).replace("._modules", ""))
-    return _ROOT.sub("", path)
 
 
 def _is_view(node: fx.Node) -> bool:

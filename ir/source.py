@@ -1,4 +1,4 @@
-"""Where in the model's source an FX node comes from."""
+"""Where in the model and in its source an FX node comes from."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ def _last_frame(trace: str) -> tuple[str, int, str]:
     outside = [f for f in frames if not f["file"].startswith(_TORCH)]
     frame = (outside or frames)[-1]
     return frame["file"], int(frame["line"]), frame["code"].strip()
+
+
+_INDEX = re.compile(r"\['?(\w+)'?\]")  # "layers[0]" or "['layers']", as Dynamo spells the way to a module
+_ROOT = re.compile(r"^L(\.(self|args|kwargs|fn|mod|\d+)\b)*\.?")  # how it reached the model itself
+
+
+def module_path(node: fx.Node) -> str:
+    """The module of the model that made `node`, "model.layers.0.mlp"; "" where it is not known."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = _INDEX.sub(r".\1", str(list(stack.values())[-1][0]).replace("._modules", ""))
+    return _ROOT.sub("", path)
 
 
 def source_frame(node: fx.Node) -> tuple[str, int, str]:

@@ -21,7 +21,7 @@ from dsi.ir.errors import DsiError, Refusal
 from dsi.ir.options import Options
 from dsi.ir.pull import args_of
 from dsi.ir.quantised_ops import linear_int8
-from dsi.ir.source import source_line
+from dsi.ir.source import module_path, source_line
 from dsi.quantize.formats import ROW, Format, Grouping
 from dsi.quantize.ops import quantize_weight
 from torch import fx
@@ -102,7 +102,7 @@ class _Stage:
         """The pattern of the options that the weight's name or its module's matches. A tied head has the table's name, so the module that
         calls the linear counts as well."""
         name = self.context.weights[weight.name]
-        names = [name, name.rpartition(".")[0], _caller(linear), f"{_caller(linear)}.weight"]
+        names = [name, name.rpartition(".")[0], module_path(linear), f"{module_path(linear)}.weight"]
         found = None
         for pattern in self.options.quantize_skip:
             if any(fnmatchcase(each, pattern) for each in names if each):
@@ -157,13 +157,6 @@ class _Stage:
 
 def _writes(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _caller(linear: fx.Node) -> str:
-    """The path of the module that calls a linear, as far as Dynamo says it: "L['self'].lm_head" is "lm_head"."""
-    stack = linear.meta.get("nn_module_stack") or {}
-    path = str(next(reversed(stack.values()))[0]) if stack else ""
-    return path.rpartition("]")[2].removeprefix(".") if path.startswith("L[") else path
 
 
 def _is_view(node: Any) -> bool:

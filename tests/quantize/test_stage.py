@@ -11,8 +11,9 @@ import zoo
 from dsi.compiler.backend import dsi as backend
 from dsi.compiler.observe import collecting
 from dsi.ir.context import Context
-from dsi.quantize.formats import INT8, Format, Grouping
+from dsi.quantize.formats import Format, Grouping
 from dsi.quantize.int8 import quantise
+from rounded import rounded
 from torch import nn
 
 import dsi
@@ -25,16 +26,6 @@ def compiled(model: Any, *args: Any, options: dict[str, Any] | None = None, **kw
         result = torch.compile(model, backend=lambda gm, inputs: backend(gm, inputs, options=given))(*args, **kwargs)
     (context,) = contexts
     return result, context
-
-
-def rounded(model: nn.Module, form: Format = INT8, keep: tuple[str, ...] = ()) -> nn.Module:
-    """`model` with the weights of linears replaced in place by what int8 makes of them."""
-    for name, module in model.named_modules():
-        conv1d = type(module).__name__ == "Conv1D"
-        if (isinstance(module, nn.Linear) or conv1d) and name not in keep:
-            wide = quantise(module.weight, form, kn=conv1d).dequantise()
-            module.weight = nn.Parameter((wide.t().contiguous() if conv1d else wide).to(module.weight.dtype), requires_grad=False)
-    return model
 
 
 class Mlp(nn.Module):

@@ -1,0 +1,117 @@
+"""int8 weights on a CUDA device, through generated kernels only: the numbers of the dequantised weights, by itself and in CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import zoo
+from dsi.compiler.observe import collecting
+from dsi.quantize.formats import Format, Grouping
+from rounded import rounded
+from torch import nn
+
+import dsi
+
+pytestmark = pytest.mark.gpu
+
+MODES = {"kernels": {"library": False}, "graphs": {"library": False, "mode": "reduce-overhead"}}
+GROUPS = {"row": ({}, Format()), "inner 32": ({"group_size": 32}, Format(Grouping("inner", 32)))}
+SLACK = 1.3  # error against float64 over eager's own: two roundings of one small sample
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="dsi", options={"dtype": "int8", **options})
+
+
+def check(found, expected, exact, dtype):
+    """fp32: at most 1e-5 from the dequantised weights in eager. Half precision: no further from float64 than eager's half precision is."""
+    if dtype == torch.float32:
+        assert zoo.relative_error(found, expected) <= 1e-5
+    else:
+        assert zoo.relative_error(found, exact) <= SLACK * zoo.relative_error(expected, exact)
+
+
+def ran_kernels(contexts) -> None:
+    """Every region that holds an int8 linear has a kernel: none ran by references."""
+    regions = [r for context in contexts for r in context.report.regions if "linear_int8" in r.label]
+    assert regions and all(region.kernels for region in regions), [str(r) for c in contexts for r in c.report.unfused]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", ("gpt2", "llama_tied", "gpt_neox", "bloom", "gemma2"))
+@pytest.mark.parametrize("rows", ((1, 1), (3, 12)), ids=("a row", "36 rows"))
+def test_a_decoder_computes_with_what_int8_stands_for(name, dtype, mode, rows):
+    model = zoo.decoder(name, dtype).cuda()
+    half = rounded(copy.deepcopy(model))
+    wide = rounded(copy.deepcopy(model).float()).double()  # from the same weights, whose int8 is the same
+    ids = torch.randint(3, zoo.VOCAB, rows, generator=torch.Generator().manual_seed(7)).cuda()
+    with torch.no_grad(), collecting() as contexts:
+        exact, expected = (m(input_ids=ids, use_cache=False).logits for m in (wide, half))
+        run = compiled(model, **MODES[mode])
+        for _ in range(3):
+            found = run(input_ids=ids, use_cache=False).logits
+            check(found, expected, exact, dtype)
+    ran_kernels(contexts)
+
+
+@pytest.mark.parametrize("rows", (1, 4, 16, 64, 200))
+@pytest.mark.parametrize("grouping", GROUPS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+def test_rows_and_groups(rows, grouping, dtype):
+    """A gated MLP with a norm before and a residual after, and an outlier in every row."""
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.gate, self.up = nn.RMSNorm(160), nn.Linear(160, 208, bias=False), nn.Linear(160, 208, bias=False)
+            self.down = nn.Linear(208, 160)
+
+        def forward(self, x):
+            h = self.norm(x)
+            return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+    options, form = GROUPS[grouping]
+    model = Mlp().cuda().to(dtype).eval()
+    x = torch.randn(rows, 160, device="cuda").to(dtype)
+    x[:, 11] *= 30
+    half, wide = rounded(copy.deepcopy(model), form), rounded(copy.deepcopy(model).float(), form).double()
+    with torch.no_grad(), collecting() as contexts:
+        found = compiled(model, library=False, **options)(x)
+        check(found, half(x), wide(x.double()), dtype)
+    ran_kernels(contexts)
+
+
+@pytest.mark.parametrize("rows", (1, 16, 100))
+def test_activations_in_int8(rows):
+    model = nn.Sequential(nn.Linear(160, 208), nn.GELU(), nn.Linear(208, 160)).cuda().half().eval()
+    x = torch.randn(rows, 160, device="cuda").half()
+    with torch.no_grad(), collecting() as contexts:
+        found = compiled(model, activations="int8", library=False)(x)
+        wanted = dsi.quantise_model(copy.deepcopy(model), activations="int8")(x)  # the operators' references
+        plain = dsi.quantise_model(copy.deepcopy(model))(x)
+    ran_kernels(contexts)
+    assert zoo.relative_error(found, wanted) < 2e-3 < zoo.relative_error(plain, wanted)
+
+
+@torch.no_grad()
+def test_recorded_graphs_see_what_becomes_of_weights():
+    model = nn.Sequential(nn.Linear(160, 208), nn.GELU(), nn.Linear(208, 160)).cuda().half().eval()
+    x = torch.randn(2, 160, device="cuda").half()
+    run = compiled(model, mode="reduce-overhead")
+
+    def agrees() -> None:
+        for _ in range(3):
+            found = run(x).clone()
+            assert zoo.relative_error(found, rounded(copy.deepcopy(model))(x)) < 2e-3
+
+    agrees()
+    model[0].weight.mul_(3)
+    agrees()
+    model[2].weight = nn.Parameter(torch.randn_like(model[2].weight))
+    agrees()
+    model[2].weight.data.mul_(0.5)
+    dsi.refresh(model)
+    agrees()
