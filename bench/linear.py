@@ -245,26 +245,36 @@ def time_of(run_copy: Callable[[int], Any], copies: int) -> float:
     return _median(*graph_of(run_copy, copies), replays=REPLAYS)
 
 
-def graph_of(run_copy: Callable[[int], Any], copies: int) -> tuple[Any, int]:
-    """A CUDA graph of at least `LAUNCHES` calls over every copy in turn, and how many they are."""
+def graph_of(run_copy: Callable[[int], Any], copies: int) -> tuple[Callable[[], None], int]:
+    """What replays a CUDA graph of at least `LAUNCHES` calls over every copy in turn, and how many they are."""
     from dsi.runtime.workspaces import recording, stream_of
 
     launches = copies * -(-LAUNCHES // copies)
     for number in range(2):  # what is kept for each stream must be there before
         run_copy(number % copies)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream, place = torch.cuda.CUDAGraph(), torch.cuda.Stream(), stream_of(torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # the library's scratch memory must be the graph's own
+    # Not by torch.cuda.graph, which collects garbage first: a sweep makes thousands.
+    with torch.cuda.stream(stream), recording(place) as used:
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for number in range(launches):
+                run_copy(number % copies)
+        finally:
+            graph.capture_end()
     torch._C._cuda_clearCublasWorkspaces()
-    with recording(stream_of(torch.device("cuda", torch.cuda.current_device()))), torch.cuda.graph(graph, stream=stream):
-        for number in range(launches):
-            run_copy(number % copies)
-    torch._C._cuda_clearCublasWorkspaces()
-    graph.replay()
-    return graph, launches
+    kept = (graph, used)  # scratch memory lives as long as the graph
+
+    def replay() -> None:
+        kept[0].replay()
+
+    replay()
+    return replay, launches
 
 
-def _median(graph: Any, launches: int, replays: int) -> float:
-    return statistics.median(timing.event_times(graph.replay, replays)) * 1e3 / launches
+def _median(replay: Callable[[], None], launches: int, replays: int) -> float:
+    return statistics.median(timing.event_times(replay, replays)) * 1e3 / launches
 
 
 # ------------------------------------------------------------------------------------------------------------------------ report
