@@ -135,7 +135,8 @@ def _side(name: str, work: Workload, options: dict[str, Any] | None) -> Side:
 
         extra: dict[str, Any] = {"cache_implementation": "static"}
         if model.device.type == "cpu":  # where transformers compiles only if told to
-            extra["compile_config"] = CompileConfig(mode="default", _compile_all_devices=True)
+            extra["compile_config"] = CompileConfig(mode="default")
+            extra["compile_config"]._compile_all_devices = True
         return Side(name, lambda *arguments, **how: model.generate(*arguments, **extra, **how))
     path.backend()
     from dsi.engine.generation import Generator

@@ -41,3 +41,11 @@ def test_words_of_the_command():
     assert result.exit_code == 0 and "ms a token" in result.output
     assert CliRunner().invoke(app, ["generate", "--against", "eager,fast"]).exit_code != 0
     assert CliRunner().invoke(app, ["generate", "--cases", "bert-large"]).exit_code != 0
+
+
+def test_transformers_own_compilation_is_asked_for():
+    work = generation.workload("gpt2", Settings(small=True), 4, 5, 1, None)
+    asked = {}
+    work.model.generate = lambda *arguments, **how: asked.update(how)
+    generation._side("static", work, None).generate(work.ids, max_new_tokens=4)
+    assert asked["cache_implementation"] == "static" and asked["compile_config"]._compile_all_devices

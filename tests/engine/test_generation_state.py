@@ -111,3 +111,25 @@ def test_all_infinities_and_no_numbers(interpreter):
         reference.follow(recipe([], sample=False), logits, torch.tensor(1))
         run(interpreter, ours, logits, None, torch.tensor(1))
         assert torch.equal(ours.token, reference.token)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_kernel_on_a_gpu(rows, dtype):
+    """A vocabulary of several programs a row, a thousand times: programs that arrive in any order leave the same state."""
+    device = torch.device("cuda")
+    reference, ours = (kind(rows, 1100, torch.tensor(4, device=device)) for kind in (State, GpuState))
+    for state in (reference, ours):
+        ids = torch.arange(rows * 4, device=device).reshape(rows, 4)
+        state.begin(ids, None, torch.tensor([5, 30], device=device), 77, {})
+    plain, one = recipe([], sample=False), torch.tensor(1, device=device)
+    for step in range(1000):
+        logits = torch.randn(rows, 50257, device=device).to(dtype)
+        if step == 500:
+            logits[0, 30] = torch.inf
+        reference.follow(plain, logits, one)
+        ours.follow(plain, logits, one)
+    for name in BUFFERS:
+        assert torch.equal(getattr(ours, name), getattr(reference, name)), name
+    assert reference.finished[0]
