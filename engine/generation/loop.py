@@ -48,6 +48,7 @@ class Loop:
     _feeds: dict[tuple[int, int], Feed] = field(default_factory=dict)
     _compiled: set[Hashable] = field(default_factory=set)
     _weights: Hashable = None
+    _running: bool = False
     last_step: Hashable = None  # the key of the decode step that was run last
     _began: tuple[State, list[tuple[Tensor, int]], int] | None = None
     taken: int = 0  # tokens of a row that the request under way, or the last one, has got
@@ -70,7 +71,18 @@ class Loop:
 
     @torch.no_grad()
     def run(self, request: Request) -> Made:
-        """Generate. The cache and the state that it leaves are overwritten by the next run."""
+        """Generate. The cache and the state that it leaves are overwritten by the next run. Raises RuntimeError inside of another run."""
+        if self._running:
+            raise RuntimeError(
+                "dsi: a streamer or a stopping criterion calls the engine that it serves; generate with another engine there"
+            )
+        self._running = True
+        try:
+            return self._run(request)
+        finally:
+            self._running = False
+
+    def _run(self, request: Request) -> Made:
         rows = request.ids.shape[0]
         moved = self.store.grown
         cache = self._cache(rows, request.total)

@@ -94,6 +94,15 @@ class TestOneEngine:
         eager(shared.model, ids, max_new_tokens=5, streamer=theirs)
         assert (ours.values, ours.ended) == (theirs.values, 1)
 
+    def test_a_streamer_that_calls_its_own_engine_is_refused(self, shared):
+        class Asks:
+            def put(self, value):
+                shared.generate(prompt(1, 4), max_new_tokens=2)
+
+        with pytest.raises(RuntimeError, match="calls the engine that it serves"):
+            shared.generate(prompt(1, 6), max_new_tokens=5, streamer=Asks())
+        assert torch.equal(shared.generate(prompt(1, 6), max_new_tokens=5), eager(shared.model, prompt(1, 6), max_new_tokens=5))
+
     def test_stopping_criteria(self, shared):
         class After(StoppingCriteria):
             """The first row ends when it holds 9 tokens, the second one when it holds 12."""
