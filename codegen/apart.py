@@ -7,6 +7,7 @@ two kernels, which a tuner weighs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import sympy
@@ -18,6 +19,7 @@ from .columns import ceil_div
 from .kernel import Choice
 from .layout import Text
 from .linear import Grid, Linear
+from .printer import Printer
 from .quantised import TWO_DIGITS, int8_rows, row_step
 from .roofline import power_of_two
 
@@ -100,30 +102,30 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
             printer.store(store)
         x = printer.value(plan.x, name=True)
         rounded = f"{x.at(3)}.to({triton_type(plan.x_dtype)})" if plan.x_dtype != torch.float32 else x.code
-        at = f"r[:, None] * {plan.inner} + {printer.tile.bound[t.K].code}"
+        at = f"r[:, None].to(tl.int64) * {plan.inner} + {printer.tile.bound[t.K].code}"
         mask = f", mask={printer.tile.masks[1]}" if 1 in printer.tile.masks else ""
 
-        def store(pointer: str, code: str) -> None:
+        def keep(pointer: str, code: str) -> None:
             if x.axes != frozenset((0, 1)):
                 code = f"tl.broadcast_to({code}, [BLOCK_M, BLOCK_S])"
             printer.block.line(f"tl.store({pointer} + {at}, {code}{mask})")
 
         if not step:
-            store(pointers[0], rounded)
+            keep(pointers[0], rounded)
         else:
             wide = rounded if plan.x_dtype == torch.float32 else f"{rounded}.to(tl.float32)"
-            digits(printer, Text(wide, x.axes, 3), step, pointers[:-1], store)
+            digits(printer, Text(wide, x.axes, 3), step, pointers[:-1], keep)
     return builder, (ceil_div(plan.rows, 1),), warps
 
 
-def digits(printer, x: Text, step: str, pointers: list[str], store) -> None:
+def digits(printer: Printer, x: Text, step: str, pointers: list[str], keep: Callable[[str, str], None]) -> None:
     """Stores rows in steps of `step` as int8: whole, or as two digits, 256 * high + low."""
     whole = printer.builder.names.new("whole")
     printer.block.line(f"{whole} = tl.floor({x.code} / tl.where({step} > 0.0, {step}, 1.0)[:, None] + 0.5)")
     if len(pointers) == 1:
-        store(pointers[0], f"{whole}.to(tl.int8)")
+        keep(pointers[0], f"{whole}.to(tl.int8)")
         return
     high = printer.builder.names.new("high_digit")
     printer.block.line(f"{high} = tl.floor({whole} * 0.00390625 + 0.5)")
-    store(pointers[0], f"{high}.to(tl.int8)")
-    store(pointers[1], f"({whole} - {high} * 256.0).to(tl.int8)")
+    keep(pointers[0], f"{high}.to(tl.int8)")
+    keep(pointers[1], f"({whole} - {high} * 256.0).to(tl.int8)")

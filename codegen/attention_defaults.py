@@ -51,8 +51,9 @@ class AttentionEntry(BaseModel):
 def entry(spec: t.KernelSpec, choice: dict[str, Any], us: float) -> AttentionEntry | None:
     """What an attention region is looked up by, with a choice and its time; None where nothing is kept for such a one."""
     plan = spec.plan
-    plain = isinstance(plan, t.AttentionPlan) and plan.bias is None and not plan.window and not plan.softcap
-    if not plain or plan.head_size != plan.value_size or (plan.mask is not None and plan.mask.dtype != torch.bool):
+    if not isinstance(plan, t.AttentionPlan) or plan.bias is not None or plan.window or plan.softcap:
+        return None
+    if plan.head_size != plan.value_size or (plan.mask is not None and plan.mask.dtype != torch.bool):
         return None
     assumed = assumptions(plan, Choice("attention_decode", 1, 1, 1))
     batch, keys = int(evaluate(plan.batch, assumed)), max(int(evaluate(plan.keys, assumed)), 1)

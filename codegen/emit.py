@@ -92,7 +92,7 @@ def _launch(part: _Part, device: Device) -> Launch:
     arguments, _ = part.builder.arguments()
     # Without a stated limit ptxas may spill a few registers to fit one more block on a processor.
     options: dict[str, int | bool] = {"enable_fp_fusion": True, "maxnreg": min(255, REGISTERS // (32 * part.warps))}
-    constants = dict(part.builder.constants)
+    constants: dict[str, int | bool | float] = dict(part.builder.constants)
     if "PDL" in constants:
         constants["PDL"] = options["launch_pdl"] = device.capability >= 90
     return Launch(part.entry, arguments, constants, part.grid, part.warps, part.stages, options)

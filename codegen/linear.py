@@ -133,8 +133,8 @@ class Linear:
             if block is not body:
                 names = ", ".join(self.spec.outputs[s.output].name for s in segment.stores)
                 whole = columns.lanes * columns.parts == columns.hold
-                end = columns.offset + columns.lanes * columns.parts
-                lanes = "" if whole else f", channels {columns.offset} to {end} of {columns.hold}"
+                channels = f"{columns.offset} to {columns.offset + columns.lanes * columns.parts}"
+                lanes = "" if whole else f", channels {channels} of {columns.hold}"
                 block.comment(f"segment {number} ({names}), {segment.size} columns{lanes}")
             self.segment(block, segment, columns, start, statistics, ahead, position == 0)
             start += columns.programs(choice.block_n)

@@ -44,6 +44,8 @@ class Products:
         self.straight = self.span.is_Integer and int(self.span) <= self.choice.block_k
         self.first: Tiles = {}  # the tiles loaded ahead
         self.digits = linear.given is not None and linear.given.unit is not None
+        self.given_names = () if linear.given is None else linear.given.names
+        self.given_inputs = () if linear.given is None else linear.given.inputs
         self.whole_sums: dict[tuple[int, int], list[str]] = {}  # sums of integers, a digit each, that become one in the end
         self.k0, self.current = "", ""  # in the loop: the first element of a step, its positions
         self.k = ""  # the block variable of the first step, where it is written already
@@ -109,7 +111,7 @@ class Products:
                 suffix = f"_{part}" if self.columns.parts > 1 else ""
                 sums[(number, part)] = self.builder.names.new(f"sum_{self.spec.inputs[window.weight].name}{suffix}")
                 if self.digits and window.scale is not None and not window.scale.group:
-                    digits = [self.builder.names.new(f"{sums[(number, part)]}_{digit}") for digit in self.linear.given.names]
+                    digits = [self.builder.names.new(f"{sums[(number, part)]}_{digit}") for digit in self.given_names]
                     self.whole_sums[(number, part)] = digits
                     for digit in digits:
                         self.body.line(f"{digit} = tl.zeros({shape}, tl.int32)")
@@ -279,7 +281,7 @@ class Products:
         # Scales that change within a step multiply the weights, which then need fp32.
         exact = not self.digits and any(w.scale is not None and not within_step(w.scale, self.choice.block_k) for w in self.segment.windows)
         if self.digits:
-            loads = [t.Load(number, (t.R, t.K), torch.int8) for number in self.linear.given.inputs]
+            loads = [t.Load(number, (t.R, t.K), torch.int8) for number in self.given_inputs]
             left = [printer.load(load, raw=True).code for load in loads]
         else:
             left = [self.rows(printer, wide=exact)]

@@ -80,7 +80,9 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
 def _base(node: fx.Node) -> fx.Node:
     """The node whose memory a value lies in, through views."""
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-        node = node.args[0]
+        viewed = node.args[0]
+        assert isinstance(viewed, fx.Node)
+        node = viewed
     return node
 
 

@@ -108,8 +108,9 @@ def _frames(layout: Layout, frames: Sequence[tuple[tuple[str, ...], int]]) -> li
         boxes = [layout.boxes[name] for name in names if name in inside]
         within = [bounds for other, bounds in known if bounds is not None and other <= inside]
         left, top, right, bottom = _hull([*map(_bounds, boxes), *within])
-        bounds: Bounds | None = (left - 8, top - 23, right + 8, bottom + 10)
-        if any(_overlap(bounds, _bounds(box)) for name, box in layout.boxes.items() if name not in inside):
+        around: Bounds = (left - 8, top - 23, right + 8, bottom + 10)
+        bounds: Bounds | None = around
+        if any(_overlap(around, _bounds(box)) for name, box in layout.boxes.items() if name not in inside):
             bounds = None
             text = "".join(f'<g class="frame">{_times(b.x - b.width / 2, b.y - b.height / 2 - 4, count)}</g>' for b in boxes)
         else:
