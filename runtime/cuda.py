@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .ahead import Made, compile_ahead, sizes_now
 from .cache import DiskCache
+from .fallback import FallingBack
 from .graphs import GraphedProgram, written_inputs
 from .inductor_api import static_inputs
 from .kernels import device_name, kernels_for, renew
@@ -119,7 +120,7 @@ def generated_kernels(context: Context, device: torch.device | str, made: list[M
         kernel = GeneratedKernel(found, values, sizes, disk, here, overlaps)
         if made is not None:
             made.append((region, kernel))
-        return kernel
+        return FallingBack(kernel, region, context)
 
     return kernels
 
