@@ -67,9 +67,7 @@ def _compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def _through_aot(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], observer: observe.Observer, names: Sequence[str]
-) -> Callable[..., Any]:
+def _through_aot(gm: fx.GraphModule, example_inputs: Sequence[Any], observer: observe.Observer, names: Sequence[str]) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
 
     def compile_inference(aten: fx.GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:

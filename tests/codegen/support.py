@@ -146,9 +146,7 @@ def run(case: Case, interpreter, kernel: Kernel | None = None, choice: Choice | 
 def execute(kernel: Kernel, inputs: list, outputs: list[torch.Tensor], number, interpreter) -> list[torch.Tensor]:
     """The outputs as a kernel's launches leave them, one after another, under the interpreter; `number` gives the value of a size."""
     tensors = {"input": list(inputs), "output": outputs}
-    tensors["workspace"] = [
-        torch.full((number(w.size),), 0 if w.zeroed else 7, dtype=getattr(torch, w.dtype)) for w in kernel.workspaces
-    ]
+    tensors["workspace"] = [torch.full((number(w.size),), 0 if w.zeroed else 7, dtype=getattr(torch, w.dtype)) for w in kernel.workspaces]
     for launch in kernel.launches:
         if isinstance(launch, LibraryCall):
             *given, made = (_view(view, tensors, number) for view in launch.operands)
