@@ -8,6 +8,7 @@ from dsi.quantize.int8 import quantise
 from dsi.runtime import cpu_int8
 from dsi.runtime.cpu_int8 import linear_int8
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 DTYPES = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
@@ -63,3 +64,17 @@ def test_no_weight_is_written_out_in_floating_point(rows):
     assert "(192, 320), (320, 1), torch.float32" not in code and "(192, 320), (320, 1), torch.bfloat16" not in code
     exact = linear_int8_reference(x.double(), found.weight, found.scales)
     assert (result.double() - exact).norm() / exact.norm() < 4e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("activations", ["", "int8"])
+def test_any_number_of_rows_is_one_graph(dtype, group, activations):
+    found = quantise(torch.randn(24, 80), Format(Grouping("inner", group)) if group else Format())
+    given = dict(group=found.group, activations=activations)
+    traced = make_fx(lambda x, w, s: linear_int8(x, w, s, **given), tracing_mode="symbolic")
+    graph = traced(torch.randn(11, 5, 80).to(dtype), *found[:2])
+    for rows in (1, 3, 40):
+        x = torch.randn(rows, 7, 80).to(dtype)
+        exact = linear_int8_reference(x if activations else x.double(), found.weight, found.scales, **given)
+        assert (graph(x, *found[:2]).double() - exact.double()).norm() / exact.double().norm() < DTYPES[dtype]
