@@ -30,6 +30,7 @@ aten = torch.ops.aten
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDINGS = (ops.embedding, aten.embedding.default)
 _ACTIVATIONS = (ops.activation, ops.gated)
+_CONTRACTIONS = (ops.linear, linear_int8, ops.attention, ops.layer_norm, ops.rms_norm)
 
 
 def quantise(gm: fx.GraphModule, context: Context) -> None:
@@ -40,12 +41,27 @@ def quantise(gm: fx.GraphModule, context: Context) -> None:
     if options.activations == "int8":
         found = gm.graph.find_nodes(op="call_function", target=linear_int8)
         for node in found:
-            node.kwargs = {**node.kwargs, "activations": "int8"}
+            if not _is_head(node):
+                node.kwargs = {**node.kwargs, "activations": "int8"}
         if not found:
             context.report.notes.append(
                 "activations='int8' changes nothing here: no weight of this graph is int8 (dtype='int8' makes them)"
             )
     gm.recompile()
+
+
+def _is_head(linear: fx.Node) -> bool:
+    """Whether a linear's result leaves the graph as it is, but for views and operators on it alone (a cap of logits): nothing after it
+    evens out what rounding its input would do."""
+    readers = list(linear.users)
+    while readers:
+        reader = readers.pop()
+        if reader.op == "output":
+            continue
+        if len(reader.all_input_nodes) != 1 or reader.target in _CONTRACTIONS:
+            return False
+        readers.extend(reader.users)
+    return True
 
 
 def grouping_of(options: Options) -> Grouping:

@@ -47,7 +47,7 @@ def quantise_model(
     `skip`: patterns (as in `fnmatch`) of names of modules or weights that stay as they are.
     `tied`: what happens to a head that shares its weight with an embedding. "head": the head gets an int8 copy, the table stays. "both":
     one int8 table with a scale a row serves both. "keep": both stay as they are.
-    `activations="int8"`: rows of their inputs are rounded to int8, too.
+    `activations="int8"`: rows of their inputs are rounded to int8, too, except for the head that `model.get_output_embeddings()` names.
 
     Raises `DsiError` for a weight that is not finite (by name), for `groups` beside another grouping than rows, and for a table that "both"
     cannot replace; nothing is replaced then.
@@ -63,6 +63,7 @@ def quantise_model(
     if unused:
         warnings.warn(f"dsi: skip: no linear is called {', '.join(map(repr, unused))}", stacklevel=2)
     _check(wanted, tables, tied)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     shared: dict[int, QuantisedLinear] = {}
     coarse: list[str] = []
     for module, places in wanted.items():
@@ -75,12 +76,13 @@ def quantise_model(
             if table is not None and tied == "both":
                 mine = ROW
             found = quantise(weight, Format(mine, form.scales), kn=_is_conv1d(module), name=f"{places[0].name}.weight")
-            new = shared[id(weight)] = QuantisedLinear(found, module.bias, form=Format(mine, form.scales), activations=activations)
+            rows = "" if module is head else activations
+            new = shared[id(weight)] = QuantisedLinear(found, module.bias, form=Format(mine, form.scales), activations=rows)
             if table is not None and tied == "both":
                 _replace_tables(table, new, weight.dtype)
         else:  # layers that share a weight share its int8
             first = shared[id(weight)]
-            new = QuantisedLinear(first.quantised, module.bias, form=first.form, activations=activations)
+            new = QuantisedLinear(first.quantised, module.bias, form=first.form, activations=first.activations)
         for place in places:
             setattr(place.parent, place.attribute, new.train(module.training))
             if isinstance(place.parent, nn.TransformerEncoderLayer):

@@ -89,6 +89,8 @@ def test_activations_in_int8():
         expected = x + linear(F.gelu(linear(model.norm(x), "up")), "down")
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     assert {r.plan.activations for r in context.report.regions} == {"int8"}
+    _, context = compiled(nn.Sequential(model, nn.Linear(64, 96)), x, options={"activations": "int8"})
+    assert [r.plan.activations for r in context.report.regions] == ["int8", "int8", ""], "the head's input stays"
     assert any("check compares no results" in note for note in context.report.notes)
 
 
