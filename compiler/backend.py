@@ -14,7 +14,7 @@ from dsi.passes.pipeline import PIPELINE
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from . import capture, check, observe
+from . import check, observe
 from .execute import compile_graph
 from .guard import is_random, why_aside
 from .registry import with_rules
@@ -41,7 +41,7 @@ def dsi(
         for stage in PIPELINE:
             if stage.level == "dynamo":
                 observer.run(stage, gm)
-        compiled = _compiled(gm, example_inputs, observer, names_of_inputs(gm))
+        compiled = _through_aot(gm, example_inputs, observer, names_of_inputs(gm))
     if reference is None:
         return compiled
     if parsed.activations:
@@ -65,17 +65,6 @@ def _compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], observer: observe.Observer, names: Sequence[str]) -> Callable[..., Any]:
-    """`gm` traced to ATen, in one pass where it is fit for that and else by AOTAutograd, and compiled."""
-    with observer.timed("capture"):
-        captured = capture.capture(gm, example_inputs)
-    if isinstance(captured, str):
-        observer.left_to_aot(captured)
-        return _through_aot(gm, example_inputs, observer, names)
-    observer.context.weights = weights_of(captured.gm, captured.inputs, names)
-    return capture.without_gradients(_compile_aten(captured.gm, captured.inputs, observer))
 
 
 def _through_aot(gm: fx.GraphModule, example_inputs: Sequence[Any], observer: observe.Observer, names: Sequence[str]) -> Callable[..., Any]:

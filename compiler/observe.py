@@ -117,10 +117,6 @@ class Observer:
             self._aliases = output_aliases(gm)
             check_graph(gm, "aten", self.context.fake_mode, self._aliases)
 
-    def left_to_aot(self, reason: str) -> None:
-        """AOTAutograd traces the graph, which `capture` does not."""
-        log.info("traced by AOTAutograd: %s", reason)
-
     def aside(self, reason: str) -> None:
         """The graph is run as it is: noted in its report, and warned of once a process for each kind of reason."""
         note = f"stepped aside, and the graph runs as it is: {reason}"
