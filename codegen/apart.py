@@ -56,11 +56,12 @@ def product_spec(spec: t.KernelSpec, choice: Choice) -> tuple[t.KernelSpec, Give
         added = [t.Tensor(name, (rows, inner), (inner, sympy.Integer(1)), torch.int8) for name in names]
         added.append(t.Tensor("unit", (rows,), (sympy.Integer(1),), torch.float32))
         given = Given(tuple(range(first, first + len(names))), first + len(names))
+        plan = replace(plan, activations="")
     else:
         added = [t.Tensor("rows", (rows, inner), (inner, sympy.Integer(1)), plan.x_dtype)]
         given = Given((first,))
     x = t.Load(first, (t.R, t.K), added[0].dtype)
-    plan = replace(plan, x=x, reductions=(), row_stores=(), activations="")
+    plan = replace(plan, x=x, reductions=(), row_stores=())
     return replace(spec, plan=plan, inputs=[*spec.inputs, *added]), given
 
 

@@ -283,6 +283,11 @@ class Products:
         if self.digits:
             loads = [t.Load(number, (t.R, t.K), torch.int8) for number in self.given_inputs]
             left = [printer.load(load, raw=True).code for load in loads]
+        elif self.plan.activations:
+            # Whole numbers up to 127, which every dtype of an operand holds.
+            whole_rows = rounded_rows(printer, self.rows(printer, wide=True), f"{self.linear.step}[:, None]")
+            operand = torch.float32 if exact else self.plan.x_dtype
+            left = [whole_rows if operand == torch.float32 else f"{whole_rows}.to({triton_type(operand)})"]
         else:
             left = [self.rows(printer, wide=exact)]
         if skinny:

@@ -69,11 +69,23 @@ def test_a_row_that_is_not_finite_stays_so(interpreter):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("group", [0, 32], ids=lambda group: f"group{group}")
+@pytest.mark.parametrize("group", [0, 32, 8, 20], ids=lambda group: f"group{group}")
 def test_rows_rounded_to_int8(interpreter, group, dtype):
     for rows, choice in ((1, GEMV), (3, SKINNY), (13, replace(SKINNY, split=3)), (13, TILED)):
         case = rounded_rows(quantised(lambda rows=rows: plans.projection(dtype, rows, inner=72, columns=33), group))
         check(case, interpreter, choice=choice)
+
+
+@pytest.mark.parametrize("group", [0, 20], ids=lambda group: f"group{group}")
+def test_rows_are_rounded_wherever_the_prologue_is_computed(interpreter, group):
+    """A prologue apart leaves rows that the product still has to round, where it does not leave them as int8."""
+    for rows, choice in ((1, GEMV), (5, SKINNY), (5, TILED)):
+        case = quantised(lambda rows=rows: plans.gate_up(F32, rows), group)
+        case.spec.plan = replace(case.spec.plan, activations="int8")
+        together, apart = (run(case, interpreter, choice=replace(choice, apart=apart)) for apart in (False, True))
+        for one, other, exact in zip(together, apart, case.expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            assert 1e-4 < (one - exact).norm() / exact.norm() < 0.05 or torch.equal(one, exact), "rounded, and to int8"
 
 
 def test_no_weight_is_converted_beside_digits():
