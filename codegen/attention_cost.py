@@ -20,7 +20,7 @@ from .attention_tiles import LEAST_OF_A_PRODUCT, cut
 from .devices import Device
 from .kernel import Choice
 from .layout import Interner
-from .roofline import evaluate, traffic, within
+from .roofline import evaluate, traffic
 
 # Seconds of a kernel's first and last instructions, and what the way through the matrix units adds to them.
 START, END, MATRIX = 0.4e-6, 0.4e-6, 0.3e-6
@@ -111,7 +111,7 @@ def _beside(spec: t.KernelSpec, one_query: bool) -> bool:
     plan = spec.plan
     assert isinstance(plan, t.AttentionPlan)
     interner = Interner()
-    for expr in within([e for e in (plan.mask, plan.bias) if e is not None]):
+    for expr in t.parts_of(*(e for e in (plan.mask, plan.bias) if e is not None)):
         interner.number(expr)
         symbols = interner.symbols(expr)
         if not isinstance(expr, t.Load) or t.J not in symbols or not (t.H in symbols or (t.S in symbols and not one_query)):

@@ -19,7 +19,7 @@ import sympy
 from dsi.ir import tile as t
 
 from .integers import Limits, Quotient, Remainder, normalise
-from .printer import Point, children, moved
+from .printer import Point, moved
 
 U = sympy.Symbol("u", integer=True, nonnegative=True)
 MOST_PARTS = 16  # tried
@@ -202,4 +202,4 @@ def _permuted(roots: list[t.Expr], here: dict[sympy.Symbol, sympy.Expr], limits:
         elif isinstance(expr, t.Permuted):
             stack.append((expr.body, moved(expr, point)))
         else:
-            stack.extend((part, point) for part in children(expr))
+            stack.extend((part, point) for part in t.children(expr))

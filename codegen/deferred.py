@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 import torch
 from dsi.ir import tile as t
 
-from .layout import children
 from .pointwise import is_float
 
 
@@ -48,17 +47,7 @@ def without_factor(expr: t.Expr) -> t.Expr | None:
 
 def mentions(expr: t.Expr) -> bool:
     """Whether a row statistic occurs in an expression."""
-    seen: set[int] = set()
-    stack = [expr]
-    while stack:
-        part = stack.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, t.Statistic):
-            return True
-        stack.extend(children(part))
-    return False
+    return any(isinstance(part, t.Statistic) for part in t.parts_of(expr))
 
 
 def unconditional(roots: Iterable[t.Expr]) -> Iterator[t.Load]:
@@ -75,4 +64,4 @@ def unconditional(roots: Iterable[t.Expr]) -> Iterator[t.Load]:
         if isinstance(expr, t.Op) and expr.name == "where":
             stack.append(expr.args[0])
         elif not isinstance(expr, t.Permuted):
-            stack.extend(children(expr))
+            stack.extend(t.children(expr))

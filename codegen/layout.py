@@ -97,7 +97,7 @@ class Interner:
         number = self._numbers.setdefault(key, len(self._numbers))
         self._by_id[id(expr)] = (expr, number)
         if number not in self._symbols:
-            parts = children(expr)
+            parts = t.children(expr)
             own: set[sympy.Symbol] = set()
             for part in parts:
                 own |= self.symbols(part)
@@ -119,17 +119,6 @@ class Interner:
     def symbols(self, expr: t.Expr) -> frozenset[sympy.Symbol]:
         """The symbols that an expression depends on."""
         return self._symbols[self.number(expr)]
-
-
-def children(expr: t.Expr) -> tuple[t.Expr, ...]:
-    """The direct subexpressions."""
-    if isinstance(expr, t.Op):
-        return expr.args
-    if isinstance(expr, t.Load):
-        return tuple(c for c in expr.coords if isinstance(c, t.Expr))
-    if isinstance(expr, t.Permuted):
-        return (expr.body,)
-    return ()
 
 
 def moved(expr: t.Permuted, point: Point) -> Point:

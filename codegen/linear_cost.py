@@ -19,7 +19,7 @@ from .deferred import deferred_norm
 from .devices import Device
 from .kernel import Choice
 from .layout import Interner
-from .roofline import evaluate, traffic, typical, within
+from .roofline import evaluate, traffic, typical
 
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
 ALIGNED = 16  # columns of which loads take several at once
@@ -205,7 +205,7 @@ def _joined(plan: t.LinearPlan) -> bool:
     interner = Interner()
     stores = [store for segment in plan.segments for store in segment.stores]
     roots = [*(store.value for store in stores), *(c for store in stores for c in store.coords if isinstance(c, t.Expr))]
-    return any(isinstance(expr, t.Load) and {t.R, t.C} <= interner.symbols(expr) for expr in within(roots))
+    return any(isinstance(expr, t.Load) and {t.R, t.C} <= interner.symbols(expr) for expr in t.parts_of(*roots))
 
 
 # ---------------------------------------------------------------------------------------------------------------------- resources

@@ -13,7 +13,7 @@ from dsi.ir.pointwise import POINTWISE
 from .builder import triton_type
 from .indices import IndexPrinter
 from .integers import ATOM, RELATION, SUM, Remainder, normalise, within
-from .layout import SUBSCRIPTS, Bound, Guard, Point, Text, Tile, children, moved
+from .layout import SUBSCRIPTS, Bound, Guard, Point, Text, Tile, moved
 from .pointwise import FORMS, HELPERS, is_float, literal
 
 __all__ = ["SUBSCRIPTS", "Bound", "Printer", "Text", "Tile", "conjunction", "unrounded"]
@@ -36,7 +36,7 @@ class Printer(IndexPrinter):
             if number in seen:
                 continue
             seen.add(number)
-            for part in children(expr):
+            for part in t.children(expr):
                 self.uses[self.interner.number(part)] += 1
                 stack.append(part)
 
@@ -133,7 +133,7 @@ class Printer(IndexPrinter):
                     not isinstance(c, t.Expr) and not within(self.index(c, point), sympy.sympify(size), self.tile.limits)
                     for c, size in zip(expr.coords, self.builder.spec.inputs[expr.input].sizes, strict=True)
                 )
-                self._exposed[key] = own or any(self.exposed(part, point) for part in children(expr))
+                self._exposed[key] = own or any(self.exposed(part, point) for part in t.children(expr))
         return self._exposed[key]
 
     def load(self, expr: t.Load, point: Point = (), guard: Guard = (), raw: bool = False, hint: str = "", policy: str = "") -> Text:

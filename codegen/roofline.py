@@ -3,14 +3,13 @@ are symbolic."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import sympy
 from dsi.ir import tile as t
 
 from .integers import normalise
 from .kernel import Choice
-from .layout import children
 
 # Where a size is symbolic, what the model (not the kernel) takes it to be.
 TYPICAL, TYPICAL_BATCH = 512, 4
@@ -42,19 +41,7 @@ def loads(plan: t.Plan) -> Iterator[t.Load]:
         roots += [e for e in (plan.q, plan.k, plan.v, plan.mask, plan.bias) if e is not None]
     else:
         roots += [r.body for r in plan.reductions]
-    yield from (expr for expr in within([*roots, *gathered]) if isinstance(expr, t.Load))
-
-
-def within(roots: Iterable[t.Expr]) -> Iterator[t.Expr]:
-    """Every subexpression of the roots, shared ones once."""
-    seen: set[int] = set()
-    stack = list(roots)
-    while stack:
-        expr = stack.pop()
-        if id(expr) not in seen:
-            seen.add(id(expr))
-            yield expr
-            stack.extend(children(expr))
+    yield from (expr for expr in t.parts_of(*roots, *gathered) if isinstance(expr, t.Load))
 
 
 def all_stores(plan: t.Plan) -> tuple[t.Store, ...]:

@@ -7,7 +7,7 @@ operations become `Op`s (ir/elementwise.py); semantic operators are spelled out 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import fx
 from .errors import Refused, refuse
 from .index_map import ONE, ZERO, FloorDiv, Max, Min, Mod, Space, nonnegative, size_of
 from .source import source_line
-from .tile import Const, Expr, Index, Load, Op, Permuted, Test
+from .tile import Const, Expr, Index, Load, Op, Test, parts_of
 
 Coords = tuple[sympy.Expr, ...]
 Handler = Callable[["Puller", fx.Node, Coords], Expr]
@@ -55,28 +55,6 @@ class MomentBody:
     over: sympy.Symbol
     size: sympy.Expr
     eps: float
-
-
-def children(expr: Expr) -> Iterator[Expr]:
-    """The expressions directly within one."""
-    if isinstance(expr, Op):
-        yield from expr.args
-    elif isinstance(expr, Load):
-        yield from (c for c in expr.coords if isinstance(c, Expr))
-    elif isinstance(expr, Permuted):
-        yield expr.body
-
-
-def parts_of(expr: Expr) -> Iterator[Expr]:
-    """`expr` and everything within it, shared parts once."""
-    seen: set[int] = set()
-    stack = [expr]
-    while stack:
-        part = stack.pop()
-        if id(part) not in seen:
-            seen.add(id(part))
-            yield part
-            stack.extend(children(part))
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:

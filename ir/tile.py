@@ -10,6 +10,7 @@ Arithmetic on floats is fp32 whatever the dtype of the values; `Op(dtype=…)` o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import sympy
@@ -107,6 +108,29 @@ class Permuted(Expr):
     symbol: sympy.Symbol
     source: sympy.Expr
     dtype: torch.dtype
+
+
+def children(expr: Expr) -> tuple[Expr, ...]:
+    """The expressions directly within one."""
+    if isinstance(expr, Op):
+        return expr.args
+    if isinstance(expr, Load):
+        return tuple(c for c in expr.coords if isinstance(c, Expr))
+    if isinstance(expr, Permuted):
+        return (expr.body,)
+    return ()
+
+
+def parts_of(*roots: Expr) -> Iterator[Expr]:
+    """The roots and everything within them, shared parts once."""
+    seen: set[int] = set()
+    stack = list(roots)
+    while stack:
+        part = stack.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            stack.extend(children(part))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import fx
 
 from .digits import Renderer
 from .index_map import size_of
-from .pull import Contraction, Coords, Moment, Puller, args_of, children, fail, fake
-from .tile import Const, Expr, Index, Load, Op, Store, Test
+from .pull import Contraction, Coords, Moment, Puller, args_of, fail, fake
+from .tile import Const, Expr, Index, Load, Op, Store, Test, children
 from .views import ALIASING, SPLITS, keyword
 
 Leaf = Callable[[fx.Node, Coords], Expr]

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from dsi.ir.analysis import evaluate_plan, kind_of, plan_region
 from dsi.ir.errors import Refused
 from dsi.ir.index_map import FloorDiv, Mod
-from dsi.ir.pull import parts_of
-from dsi.ir.tile import AttentionPlan, C, LinearPlan, Load, Op, Permuted, R, RowPlan, Window
+from dsi.ir.tile import AttentionPlan, C, LinearPlan, Load, Op, Permuted, R, RowPlan, Window, parts_of
 
 from .bodies import assert_means, body_of, check, dsi
 

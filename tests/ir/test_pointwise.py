@@ -12,8 +12,7 @@ from dsi.ir.analysis import plan_region
 from dsi.ir.errors import Refused
 from dsi.ir.ops import ACTIVATIONS
 from dsi.ir.pointwise import POINTWISE, common_dtype
-from dsi.ir.pull import parts_of
-from dsi.ir.tile import Op, RowPlan
+from dsi.ir.tile import Op, RowPlan, parts_of
 
 from .bodies import body_of, check, dsi
 
