@@ -22,7 +22,7 @@ if _OWN_CACHES:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{_folder}/inductor"
     os.environ["TRITON_CACHE_DIR"] = f"{_folder}/triton"
     os.environ["DSI_CACHE_DIR"] = f"{_folder}/dsi"
-for _name in [name for name in os.environ if name in ("DSI_DUMP", "DSI_CHECK", "DSI_FUEL", "DSI_CACHE")]:
+for _name in [name for name in os.environ if name in ("DSI_DUMP", "DSI_CHECK", "DSI_FUEL", "DSI_CACHE", "TRITON_INTERPRET")]:
     del os.environ[_name]  # a user's settings must not change what a test sees
 
 import torch
@@ -79,10 +79,15 @@ def fresh_torch():
     """Seeds, and Dynamo as in a new process; a recompile limit that is reached fails the test instead of running eager in silence."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+    before = dict(os.environ)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
+    # A command of the bench may set TRITON_INTERPRET for its process, which here is the next test's too.
+    for name in set(os.environ) - set(before) - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
 
 
 @pytest.fixture(scope="session")

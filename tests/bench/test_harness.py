@@ -119,8 +119,7 @@ def test_compile_times_cold_and_warm_processes(tmp_path):
         (("linear", "--small", "--choice", "block_q=4"), "block_q"),
     ],
 )
-def test_mistakes_are_named_before_anything_runs(words, named, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_mistakes_are_named_before_anything_runs(words, named):
     code, output = run(*words)
     assert code == 2 and named in output
 

@@ -65,6 +65,7 @@ def driver(monkeypatch):
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     yield launches
     gc.collect()  # kernels unload themselves, by the driver that loaded them
 
