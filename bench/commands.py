@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
         ("repeat", repeat_command),
         ("sanitize", sanitize_command),
         ("deepspeed", deepspeed_command),
+        ("timeline", timeline_command),
     ):
         app.command(name)(command)
 
@@ -124,3 +125,30 @@ def deepspeed_command(
         raise typer.BadParameter(f"no number of heads is known for the width {width}; known: {', '.join(map(str, HEADS))}")
     shared = settings(against, blocks, dtype, small, budget, json, limit)
     deepspeed_side.run(shared, deepspeed_side.Sizes(width, HEADS[width], layers or LAYERS[width], room, live))
+
+
+def timeline_command(
+    cases: Cases = "gpt2",
+    batches: Batches = "1",
+    layers: Layers = None,
+    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
+    live: Annotated[int, typer.Option(min=1, help="Tokens in the cache when a step begins.")] = 128,
+    lay_out: Annotated[bool, typer.Option("--lay-out", help="Store the weights by output first (dsi.lay_out).")] = False,
+    against: Against = "dsi,reduce-overhead",
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+    limit: Limit = None,
+) -> None:
+    """What each kernel of a decode step costs, from its start to the next one's."""
+    from bench import path, timeline
+
+    shared = settings(against, 1, dtype, small, budget, json, limit)
+    if small:
+        cache, live = 32, min(live, 20)
+    change = None
+    if lay_out:
+        path.backend()  # what makes the package importable from a checkout
+        from dsi import lay_out as change
+    timeline.run(shared, models(cases), numbers(batches), layers, cache, live, change)
