@@ -51,8 +51,20 @@ class Explanation:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know: graphs stepped aside from, copies of whole caches, fallbacks."""
-        return list(dict.fromkeys(n for g in self.graphs for n in g.notes))
+        """What a user should know: graphs stepped aside from, copies of whole caches, fallbacks, weights to be laid out."""
+        notes = list(dict.fromkeys(n for g in self.graphs for n in g.notes))
+        if across := self.across:
+            count = f"{len(across)} weights ({across[0]}, …) are" if len(across) > 1 else f"the weight {across[0]} is"
+            notes.append(
+                f"{count} stored such that what one output reads is far apart: on a GPU, products of a few rows take up to twice as long; "
+                "dsi.lay_out(model, <inputs>) stores them by output, in place"
+            )
+        return notes
+
+    @property
+    def across(self) -> list[str]:
+        """Names of the weights that every graph which contracts them reads across: `dsi.lay_out` stores them by output."""
+        return list(dict.fromkeys(name for g in self.graphs for name in g.across))
 
     def unfused_counted(self) -> list[str]:
         """One line for each reason why an operator was left, with how often it occurs: models repeat their layers."""

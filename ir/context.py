@@ -33,6 +33,7 @@ class Report:
     unfused: list[Refusal] = field(default_factory=list)  # operators left to ATen, and why
     quantised: list[QuantisedWeight] = field(default_factory=list)
     kept: list[Refusal] = field(default_factory=list)  # weights that stay as they are where the options ask for int8, and why
+    across: list[str] = field(default_factory=list)  # weights stored so that what one output reads is far apart (`dsi.lay_out`)
     notes: list[str] = field(default_factory=list)  # what a user should know: steps aside, cache-sized copies, fallbacks
     custom: Counter[str] = field(default_factory=Counter)  # operator of a user's own (ir/custom.py) -> nodes that call it
     seconds: dict[str, float] = field(default_factory=dict)  # part of the compilation -> seconds spent in it

@@ -182,6 +182,11 @@ class WeightWindow:
     kn: bool = False
     scale: Scale | None = None
 
+    def across(self, weight: Tensor) -> bool:
+        """Whether `weight`, this window's tensor (it may be a transposed view), lies across: what is side by side in memory are columns."""
+        down, along = weight.strides[0 if self.kn else 1], weight.strides[1 if self.kn else 0]
+        return bool(down != 1 and along == 1)
+
 
 @dataclass(frozen=True)
 class Segment:

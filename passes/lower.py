@@ -23,6 +23,8 @@ from dsi.ir.source import source_line
 from dsi.ir.spec import Aliases, output_aliases
 from torch import fx
 
+from .layouts import weights_across
+
 _COPY = torch.ops.aten.copy_.default
 
 
@@ -63,6 +65,7 @@ def lower(gm: fx.GraphModule, context: Context) -> None:
             if region.key:
                 # Equal bodies are not served by one kernel where other inputs are constants, or other kernels are allowed.
                 region.key += f"-{sum(1 << number for number in constants):x}{'' if context.options.library else '-own'}"
+    context.report.across = weights_across(gm, context)
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
