@@ -217,6 +217,10 @@ class Puller:
         """A symbol in [0, size) that stands for the value `index` in coordinates."""
         key = (id(index), size)
         if key not in self._gather_of:
+            if self._loose and any(isinstance(part, Index | Test) for part in parts_of(index)):
+                # Computed from coordinates that may leave their range here: what is looked up must not.
+                lowest = Op("maximum", (self.cast(index, torch.int64), Const(0, torch.int64)), torch.int64)
+                index = Op("minimum", (lowest, Index(size - 1)), torch.int64)
             symbol = sympy.Symbol(f"g{len(self.gathers)}_", integer=True, nonnegative=True)
             self._gather_of[key] = self.space.add(symbol, size)
             self.gathers[symbol] = index

@@ -350,6 +350,18 @@ def test_a_norm_seen_as_heads() -> None:
 
 
 @BOTH
+def test_a_gather_in_a_part_of_a_cat(dynamic: tuple[int, ...]) -> None:
+    """The looked-up places are computed from coordinates that leave their range where the other part is selected."""
+
+    def mask_and_sink(seen, sinks):
+        rows, columns = torch.arange(seen.shape[0])[:, None], torch.arange(seen.shape[1])[None, :]
+        added = torch.where(seen[rows, columns], 0.0, -1e9)
+        return torch.cat([added, sinks[:, None]], 1), torch.cat([sinks[:, None], added], 1)
+
+    check(mask_and_sink, [torch.rand(B, S) < 0.5, *tensors((B,))], dynamic)
+
+
+@BOTH
 def test_rotary_tables(dynamic: tuple[int, ...]) -> None:
     def tables(inverse, positions):
         angles = positions[:, :, None].float() * inverse
