@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from dsi.ir import analysis, ops
 from dsi.ir.context import Context
+from dsi.ir.index_map import size_of
 from dsi.ir.region import Region
 from dsi.ir.source import source_line
 from dsi.ir.spec import Aliases, output_aliases
@@ -144,7 +145,7 @@ def _why_not_in_place(copy: fx.Node, chain: list[_Write], aliases: Aliases) -> s
         return f"{cache.name} is written to by {others[0].name} too"
     states = [cache, *(w.value for w in chain)]
     for write, state in zip(chain, states, strict=False):
-        if reason := _why_writer_reads(write):
+        if reason := _why_laid_out_otherwise(write, cache) or _why_writer_reads(write):
             return reason
         for reader, _ in _readers(state):
             if reader not in (write.at, copy) and reader.op != "output" and order[reader] > order[write.at]:
@@ -154,6 +155,14 @@ def _why_not_in_place(copy: fx.Node, chain: list[_Write], aliases: Aliases) -> s
             if reader.op == "output" and not _listed_as_alias(reader, shown, cache, aliases):
                 return f"the new value {state.name} is returned as a tensor of its own"
     return None
+
+
+def _why_laid_out_otherwise(write: _Write, cache: fx.Node) -> str | None:
+    """Why readers of the new value would look for it elsewhere in the memory of `cache`: their kernels know the strides of the value, which
+    has no gaps. A cache may: a part of a longer one.
+    """
+    stated, actual = ([size_of(n) for n in node.meta["val"].stride()] for node in (write.value, cache))
+    return None if stated == actual else f"{cache.name} lies in memory with gaps (strides {actual})"
 
 
 def _why_writer_reads(write: _Write) -> str | None:
@@ -178,7 +187,7 @@ def _why_not_reused(write: _Write) -> str | None:
             if cache.op == "placeholder"
             else f"{cache.name} is not the graph's own"
         )
-    if reason := _why_writer_reads(write):
+    if reason := _why_laid_out_otherwise(write, cache) or _why_writer_reads(write):
         return reason
     if write.region is None:
         return f"{write.at.name} is in no region"

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from dsi.ir import ops
+from dsi.ir.errors import DsiInternalError
 from dsi.ir.region import Region
 
 from .expand import in_place_writes
@@ -69,18 +70,19 @@ def region_step(
     lines = [f"i = [{', '.join(f's[{slot}]' for slot in reads)}]"]
     values = [node.meta["val"] for node in region.inputs]
     lines += [f"lay_out(i, {n}, {number(values[n].stride())})" for n in sorted(foreign) if isinstance(values[n], torch.Tensor)]
-    after: list[str] = []  # what is copied to the input that it replaces: a kernel's strides are its output's
     for n, node in enumerate(region.outputs):
         value, overwritten = node.meta["val"], region.in_place.get(n)
-        if overwritten is not None and _equal_strides(value, values[overwritten]):
+        if overwritten is not None:
+            if not _equal_strides(value, values[overwritten]):
+                raise DsiInternalError(
+                    f"output {n} of region {region.name} may not overwrite input {overwritten}, which lies otherwise in memory"
+                )
             lines.append(f"o{n} = i[{overwritten}]")
             continue
-        base = clones.get(n, overwritten)
+        base = clones.get(n)
         names[f"new{n}"] = _maker(kernel, value)
         copied = "" if base is None else f".copy_(i[{base}])"
         lines.append(f"o{n} = new{n}({number(value.shape)}, {number(value.stride())}){copied}")
-        if overwritten is not None:
-            after.append(f"o{n} = i[{overwritten}].copy_(o{n})")
     outputs = f"[{', '.join(f'o{n}' for n in range(len(writes)))}]"
     maybe_empty = [f"i[{n}].numel() == 0" for n, value in enumerate(values) if not never_empty(value)]
     maybe_empty += [f"o{n}.numel() == 0" for n, node in enumerate(region.outputs) if not never_empty(node.meta["val"])]
@@ -88,7 +90,7 @@ def region_step(
         lines.append(f"(body if {' or '.join(maybe_empty)} else kernel)(i, {outputs}, sizes)")
     else:
         lines.append(f"kernel(i, {outputs}, sizes)")
-    return define("\n    ".join([*lines, *after, *(f"s[{slot}] = o{n}" for n, slot in enumerate(writes))]), names)
+    return define("\n    ".join([*lines, *(f"s[{slot}] = o{n}" for n, slot in enumerate(writes))]), names)
 
 
 def _lay_out(inputs: list[Any], number: int, stride: tuple[int, ...]) -> None:

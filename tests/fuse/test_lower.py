@@ -80,6 +80,21 @@ def test_write_back_to_an_input_is_in_place():
     assert all(r.spec is not None and r.spec.name == r.name for r in ctx.report.regions)
 
 
+def test_a_cache_with_gaps_is_not_written_in_place():
+    """A part of a longer cache. The new value has no gaps, and who reads it was made for its strides."""
+
+    def f(x, w, cache, pos):
+        new = D.kv_write(cache, pos, heads(D.linear(x, w)), dim=2)
+        result = D.attention(heads(x), new, new, scale=0.25)
+        cache.copy_(new)
+        return result
+
+    x, w, _, pos = _inputs()
+    gm, ctx = lowered(f, x, w, torch.randn(B, 4, L + 5, 16)[:, :, 2 : L + 2], pos)
+    assert in_place(ctx) == [] and len(copies(gm)) == 1
+    assert ctx.report.notes[0].endswith(f"cache_1 lies in memory with gaps (strides {[4 * (L + 5) * 16, (L + 5) * 16, 16, 1]})")
+
+
 def test_no_fuel_leaves_the_copy():
     def f(x, w, cache, pos):
         cache.copy_(D.kv_write(cache, pos, heads(D.linear(x, w)), dim=2))
