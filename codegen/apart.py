@@ -22,6 +22,7 @@ from .linear import Grid, Linear
 from .printer import Printer
 from .quantised import TWO_DIGITS, int8_rows, row_step
 from .roofline import power_of_two
+from .words import WORD, as_words, in_words
 
 WIDEST = 16384  # elements of a row that are held at once
 
@@ -32,6 +33,7 @@ class Given:
 
     inputs: tuple[int, ...]  # numbers in the product's specification
     unit: int | None = None
+    words: frozenset[int] = frozenset()  # inputs that the product reads as words: digits, and the weights
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,15 +45,16 @@ def is_apart(spec: t.KernelSpec, choice: Choice) -> bool:
     """Whether a choice computes the prologue apart: where it says so, and where rows meet the weights as int8."""
     if not isinstance(spec.plan, t.LinearPlan):
         return False
-    return int8_rows(spec.plan, choice) or (choice.apart and not isinstance(spec.plan.x, t.Load))
+    return int8_rows(spec, choice) or (choice.apart and not isinstance(spec.plan.x, t.Load))
 
 
-def product_spec(spec: t.KernelSpec, choice: Choice) -> tuple[t.KernelSpec, Given]:
-    """The specification of the product alone, whose further inputs are what the rows' kernel leaves."""
+def product_spec(spec: t.KernelSpec, choice: Choice) -> tuple[t.KernelSpec, Choice, Given]:
+    """The specification of the product alone, whose further inputs are what the rows' kernel leaves, and the choice for it. Where int8 is
+    read as words, both count words along the contracted dimension."""
     plan = spec.plan
     assert isinstance(plan, t.LinearPlan)
     rows, inner, first = sympy.sympify(plan.rows), sympy.sympify(plan.inner), len(spec.inputs)
-    if int8_rows(plan, choice):
+    if int8_rows(spec, choice):
         names = ("high", "low") if not plan.activations else ("whole",)
         added = [t.Tensor(name, (rows, inner), (inner, sympy.Integer(1)), torch.int8) for name in names]
         added.append(t.Tensor("unit", (rows,), (sympy.Integer(1),), torch.float32))
@@ -62,7 +65,11 @@ def product_spec(spec: t.KernelSpec, choice: Choice) -> tuple[t.KernelSpec, Give
         given = Given((first,))
     x = t.Load(first, (t.R, t.K), added[0].dtype)
     plan = replace(plan, x=x, reductions=(), row_stores=())
-    return replace(spec, plan=plan, inputs=[*spec.inputs, *added]), given
+    product = replace(spec, plan=plan, inputs=[*spec.inputs, *added])
+    if not as_words(spec, choice):
+        return product, choice, given
+    read = frozenset((*given.inputs, *(window.weight for segment in plan.segments for window in segment.windows)))
+    return in_words(product, read), replace(choice, block_k=choice.block_k // WORD), replace(given, words=read)
 
 
 def place(builder: Builder, spec: t.KernelSpec, given: Given) -> list[str]:
@@ -71,8 +78,10 @@ def place(builder: Builder, spec: t.KernelSpec, given: Given) -> list[str]:
     pointers = []
     for number in numbers:
         tensor = spec.inputs[number]
-        size = sympy.Mul(*tensor.sizes)
-        pointers.append(builder.workspace(tensor.name, size, str(tensor.dtype).removeprefix("torch.")))
+        size, dtype = sympy.Mul(*tensor.sizes), str(tensor.dtype).removeprefix("torch.")
+        if number in given.words:
+            size, dtype = size * WORD, "int8"
+        pointers.append(builder.workspace(tensor.name, size, dtype))
         builder.place(number, pointers[-1])
     return pointers
 

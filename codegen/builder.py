@@ -105,11 +105,11 @@ class Builder:
         self.inputs: dict[int, str] = {}
         self.outputs: dict[int, str] = {}
         self.body = Block()
-        self.names = Names((*HELPERS, "PDL", "gdc_wait", "gdc_launch_dependents"))
+        self.names = Names((*HELPERS, "PDL", "DP4A", "gdc_wait", "gdc_launch_dependents"))
         self.constants: dict[str, int | bool] = {}
         self.workspaces: list[Workspace] = []
         self._workspace_names: list[str] = []
-        self._in_workspace: dict[int, str] = {}  # inputs that lie in scratch memory: the pointers
+        self._in_workspace: dict[int, str] = {}  # inputs that lie in scratch memory, or are read as another dtype: the pointers
         self.helpers: dict[str, str] = {}
         symbols = {name for name, _ in spec.scalars}
         for tensor in (*spec.inputs, *spec.outputs):
@@ -171,6 +171,13 @@ class Builder:
     def place(self, number: int, pointer: str) -> None:
         """States that an input lies in the scratch memory `pointer`."""
         self._in_workspace[number] = pointer
+
+    def reinterpret(self, block: Block, number: int) -> None:
+        """Has an input read as elements of its dtype in the specification, where the tensor in memory is of a narrower one."""
+        pointer = self.input(number)
+        name = self.names.new(f"{pointer.removesuffix('_ptr')}_words")
+        block.line(f"{name} = {pointer}.to(tl.pointer_type({triton_type(self.spec.inputs[number].dtype)}))")
+        self._in_workspace[number] = name
 
     def use(self, helper: str) -> None:
         """Enters a helper function of `pointwise.HELPERS`, after those that it calls."""

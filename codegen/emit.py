@@ -80,9 +80,9 @@ def _parts(spec: t.KernelSpec, choice: Choice, entry: str) -> list[_Part | Libra
     if not apart.is_apart(spec, choice):
         builder, grid = SCHEDULES[choice.schedule](spec, choice)
         return [_Part(entry, builder, grid, choice.num_warps, choice.num_stages)]
-    product, given = apart.product_spec(spec, choice)
+    product, narrowed, given = apart.product_spec(spec, choice)
     rows, rows_grid, warps = apart.write_rows(spec, choice, product, given)
-    linear = Linear(product, choice, given)
+    linear = Linear(product, narrowed, given)
     apart.place(linear.builder, product, given)
     builder, grid = linear.write()
     return [_Part(f"{entry}_rows", rows, rows_grid, warps, 1), _Part(entry, builder, grid, choice.num_warps, choice.num_stages)]

@@ -108,6 +108,8 @@ class Linear:
         constant("BLOCK_N", choice.block_n)
         constant("BLOCK_K", choice.block_k)
         self.builder.start(body)
+        for number in sorted(self.given.words) if self.given is not None else ():
+            self.builder.reinterpret(body, number)
         ahead = choice.schedule != "tiled"
         axis = 0 if ahead else 1
         self.program = self.builder.names.new("column_program")

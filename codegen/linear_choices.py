@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from .devices import Device
 from .kernel import Choice
-from .linear_cost import LinearWork, linear_seconds, programs_of, shared_bytes
+from .linear_cost import LinearWork, linear_seconds, programs_of, registers, shared_bytes
 from .roofline import power_of_two
 
 MOST = 36  # candidates that are handed out
@@ -25,6 +25,7 @@ SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
 # keep sums apart from operands, where rows are multiplied as they are loaded.
 SUMS, SUMS_CROWDED, SUMS_BARE, SUMS_BARE_CROWDED = 64, 32, 128, 64
 GEMV_SUMS, GEMV_SUMS_ROWS, GEMV_SUMS_WIDE = 64, 32, 16  # of one row, of several, in fp32
+WORD_MOST = 200  # registers of a thread over words
 COMPUTED = 16  # elements of the rows that a thread computes for one step of `tiled`, where they are not multiplied as they are loaded
 LOADED = 16  # bytes that a thread should load at once
 LINE_BYTES = 64  # bytes of a row that are cheap to read contiguously
@@ -44,6 +45,7 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
     found: list[Choice] = []
     if rows is not None and rows <= GEMV_ROWS:
         found += _gemv(work, rows, device)
+        found += _words(work, rows, device) if work.words else ()
     if rows is not None and rows <= SKINNY_ROWS and not work.wide:
         found += _skinny(work, rows, device)
     if rows is None or rows > SKINNY_ROWS or not found:
@@ -70,6 +72,8 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
         return False
     if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not _fits(work, choice, device):
         return False
+    if choice.schedule == "gemv" and choice.digits:
+        return work.words and registers(work, choice) <= WORD_MOST
     if choice.block_k * choice.split >= 2 * max(power_of_two(work.inner), 16):
         return False
     each = choice.block_m * choice.block_n * work.accumulators / (32 * choice.num_warps)
@@ -94,10 +98,27 @@ def _gemv(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
         loaded = elements * work.x_bytes >= LOADED or block_k == inner
         if not runs or not loaded or elements * height * work.accumulators > most:
             continue
-        for _, apart in _ways(work, rows):
+        for digits, apart in _ways(work, rows):
             choice = Choice("gemv", rows, height, block_n, block_k, statistics_block(work, height, warps), warps, 1, split, apart=apart)
-            if split == 1 or programs_of(work, choice) <= MOST_PROGRAMS * device.processors:
+            if not digits and (split == 1 or programs_of(work, choice) <= MOST_PROGRAMS * device.processors):
                 yield choice
+
+
+def _words(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
+    """`gemv` over words: each thread reads 16 bytes of a row at a time, and all threads of a program the same rows, so that tiles of the
+    digits lie as those of the weights."""
+    height, digits = power_of_two(max(rows, 1)), 1 if work.rounded else 2
+    for block_n, steps, warps, split in itertools.product(_powers(work.held, 16), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
+        block_k = steps * LOADED * 32 * warps
+        share = -(-work.inner // split)
+        if block_k >= 2 * max(power_of_two(share), 512) or -(-share // block_k) * block_k * split > 1.35 * work.inner + 512:
+            continue
+        choice = Choice(
+            "gemv", rows, height, block_n, block_k, statistics_block(work, height, warps), warps, 1, split, digits=digits, apart=True
+        )
+        if registers(work, choice) > WORD_MOST or (split > 1 and programs_of(work, choice) > MOST_PROGRAMS * device.processors):
+            continue
+        yield choice
 
 
 def _ways(work: LinearWork, rows: int | None) -> list[tuple[int, bool]]:

@@ -20,6 +20,7 @@ from .devices import Device
 from .kernel import Choice
 from .layout import Interner
 from .roofline import evaluate, traffic, typical
+from .words import WORD, words_possible
 
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
 ALIGNED = 16  # columns of which loads take several at once
@@ -67,6 +68,11 @@ ROWS = {
     "tiled": {"": 4.0, "rms": 20.0, "layer": 20.0},
 }
 EXPOSED = 0.22
+# Of int8 read as words, counted in compiled kernels and not fitted: slots of the vector units for a product of words, which go at half the
+# rate; for each word beside its products (its share of loads, addresses and moves), and where its scale is a group's (a load, a conversion
+# and a product for four of them). Registers of a thread beside its tiles, sums and digits. All passes a processor's first cache at 128
+# bytes a cycle, as many as it has lanes.
+PRODUCT_OF_WORDS, WORD_BESIDE, WORD_SCALE, WORD_REGISTERS = 2, 5, 4, 32
 SPREAD = 0.1  # by which memory is slower for each doubling of the rows of a weight that a program of gemv reads side by side
 # Shares of the matrix units' rate. Of skinny's tiles at least 64 columns tall, as the newer units want it, and of others; of tiled's, whose
 # small tiles read their operands more often than they multiply: the area at which half of it is reached; with rows that are computed on
@@ -107,6 +113,7 @@ class LinearWork:
     crowded: bool  # an epilogue needs registers for more than its sums
     joined: bool  # an epilogue reads another tensor by row and column
     wide: bool  # products in fp32, outside the matrix units
+    words: bool = False  # int8 weights can be read as words
 
     @property
     def held(self) -> int:
@@ -134,7 +141,9 @@ class LinearWork:
         return max(self.weight_bytes // (self.inner * self.columns), 1)
 
     def as_int8(self, choice: Choice) -> bool:
-        """Whether rows meet the weights as int8 on the matrix units."""
+        """Whether rows meet the weights as int8: on the matrix units, or as words."""
+        if choice.schedule == "gemv":
+            return self.words and choice.digits > 0
         whole = self.group is not None and (not self.group or self.group % choice.block_k == 0)
         return choice.schedule in ("skinny", "tiled") and (choice.digits > 0 or self.rounded) and whole
 
@@ -162,7 +171,7 @@ def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int])
         plan.x_dtype.itemsize,
         tuple(cuts),
         len(read) > len(set(read)),
-        any(_across(spec.inputs[window.weight], window) for segment in plan.segments for window in segment.windows),
+        any(window.across(spec.inputs[window.weight]) for segment in plan.segments for window in segment.windows),
         tuple(reduction.kind for reduction in plan.reductions),
         frozenset(schedule for schedule in FITS if deferred_norm(plan, schedule) is not None),
         isinstance(plan.x, t.Load),
@@ -171,13 +180,8 @@ def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int])
         _crowded(plan) or (_joined(plan) and any(cut.positions % ALIGNED for cut in cuts)),
         _joined(plan),
         plan.x_dtype.itemsize >= 4,
+        words_possible(spec),
     )
-
-
-def _across(weight: t.Tensor, window: t.WeightWindow) -> bool:
-    """Whether what lies side by side in memory are a weight's columns (it may be a transposed view)."""
-    down, along = weight.strides[0 if window.kn else 1], weight.strides[1 if window.kn else 0]
-    return down != 1 and along == 1
 
 
 def held_lanes(plan: t.LinearPlan) -> int:
@@ -227,10 +231,19 @@ def registers(work: LinearWork, choice: Choice) -> int:
     threads, least = 32 * choice.num_warps, FITS[choice.schedule].registers
     if choice.schedule == "gemv":
         elements = choice.block_n * choice.block_k / threads
+        if work.as_int8(choice):
+            return word_registers(work, choice)
         loaded = elements * max(cut.weight_bytes for cut in work.cuts) / 4
         return max(int(least + (elements * work.accumulators + (4 if work.bare else 8)) * choice.block_m + 2 * loaded), 24)
     sums = work.accumulators * choice.block_m * choice.block_n / threads
     return int(least + sums * (1 + (CROWDED if work.crowded else 0.0)) + (sums if work.wide else 0))
+
+
+def word_registers(work: LinearWork, choice: Choice) -> int:
+    """About how many registers a thread needs over words: two tiles of each weight, the digits, a sum a digit for four words."""
+    along = choice.block_k / (32 * choice.num_warps * WORD)  # words of a row that a thread has
+    sums = work.accumulators * choice.block_m * (1 if work.group else choice.digits) / 4
+    return int(WORD_REGISTERS + along * (choice.block_n * (2 * work.accumulators + sums) + choice.digits * choice.block_m))
 
 
 def resident(work: LinearWork, choice: Choice, device: Device) -> int:
@@ -255,7 +268,9 @@ def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:
     seconds, int8 = 0.0, work.as_int8(choice)
     if int8 or (choice.apart and not work.bare):
         fit = FITS[choice.schedule]
-        seconds = fit.apart + fit.reading * len(work.reductions) + 2 * work.rows * work.inner * work.x_bytes / device.bandwidth
+        # Digits of words need a pass of their own for each row's unit; in the other schedules' fit it is contained.
+        passes = len(work.reductions) + (1 if choice.schedule == "gemv" and int8 else 0)
+        seconds = fit.apart + fit.reading * passes + 2 * work.rows * work.inner * work.x_bytes / device.bandwidth
         work = replace(work, reductions=(), bare=True, x_bytes=(1 if work.rounded else 2) if int8 else work.x_bytes)
     return seconds + _product_seconds(work, choice, int8, device)
 
@@ -276,7 +291,7 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
 
     waves = programs / (processors * together)
     waves = math.ceil(waves) if waves <= UNROUNDED else waves + 0.5
-    latency, spread = fit.latency * device.latency, 1.0
+    latency, spread, words = fit.latency * device.latency, 1.0, int8 and choice.schedule == "gemv"
     if choice.schedule == "gemv":  # each step's tile is asked for a step ahead
         busy = arithmetic / (programs * steps) * processors * on_processor
         one = latency + (steps - 1) * max(latency, busy) + EXPOSED * busy
@@ -287,7 +302,7 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     limits = (
         spread * work.moved / (fit.stream * device.bandwidth),
         waves * (one + fit.program),
-        read / (fit.cache * device.cache),
+        read / (device.vector / 2 if words else fit.cache * device.cache),
         arithmetic / fill,
     )
     seconds = sum(limit**fit.sharpness for limit in limits) ** (1 / fit.sharpness) + fit.once
@@ -304,6 +319,10 @@ def _arithmetic(work: LinearWork, choice: Choice, int8: bool, device: Device, ti
     elements, lanes = tiles * choice.block_n * choice.block_k, device.vector / 2
     norm = max(work.reductions, key=lambda kind: ROWS["gemv"][kind], default="")
     rows = 0.0 if work.bare else ROWS[choice.schedule][norm] * steps * choice.block_k * min(choice.block_m, work.rows) / lanes
+    if choice.schedule == "gemv" and int8:
+        scaled = WORD_SCALE if work.group and work.group % choice.block_k else 0
+        products = PRODUCT_OF_WORDS * choice.digits * choice.block_m
+        return elements / WORD * (products + WORD_BESIDE + scaled) / lanes
     if choice.schedule == "gemv":
         return elements * (choice.block_m + CONVERSIONS[work.element_bytes]) / lanes + rows
     products = 2 * elements * max(choice.block_m, 8) / _matrix_rate(work, choice, int8, device)

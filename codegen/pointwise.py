@@ -107,6 +107,46 @@ def power(x, exponent):
 """,
         (),
     ),
+    "dot4": (
+        """\
+@triton.jit
+def dot4(one, other, total, DP4A: tl.constexpr):
+    # total + the products of four signed bytes of each word. DP4A is off under the interpreter, which knows no assembly.
+    if DP4A:
+        return tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [one, other, total], tl.int32, is_pure=True, pack=1)
+    for shift in tl.static_range(0, 32, 8):
+        total += ((one << shift) >> 24) * ((other << shift) >> 24)
+    return total
+""",
+        (),
+    ),
+    "quarters": (
+        """\
+@triton.jit
+def quarters(words):
+    # Every fourth word along the last axis, from each of the first four on: a thread that has read four words has one in each.
+    if len(words.shape) == 2:
+        pairs = tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2])
+    else:
+        pairs = tl.reshape(words, [words.shape[0], words.shape[1], words.shape[2] // 4, 2, 2])
+    even, odd = tl.split(pairs)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+""",
+        (),
+    ),
+    "dot16": (
+        """\
+@triton.jit
+def dot16(one, other, total, DP4A: tl.constexpr):
+    # total + the products of sixteen signed bytes: total has a quarter of the words' places.
+    a, b, c, d = quarters(one)
+    e, f, g, h = quarters(other)
+    return dot4(d, h, dot4(c, g, dot4(b, f, dot4(a, e, total, DP4A), DP4A), DP4A), DP4A)
+""",
+        ("dot4", "quarters"),
+    ),
 }
 
 

@@ -44,6 +44,7 @@ class Products:
         self.straight = self.span.is_Integer and int(self.span) <= self.choice.block_k
         self.first: Tiles = {}  # the tiles loaded ahead
         self.digits = linear.given is not None and linear.given.unit is not None
+        self.words = linear.given is not None and bool(linear.given.words)
         self.given_names = () if linear.given is None else linear.given.names
         self.given_inputs = () if linear.given is None else linear.given.inputs
         self.whole_sums: dict[tuple[int, int], list[str]] = {}  # sums of integers, a digit each, that become one in the end
@@ -89,11 +90,15 @@ class Products:
                 self.vector_step(printer, current, sums)
                 for key, (name, _) in current.items():
                     printer.block.line(f"{name} = {ahead[key][0]}")
+        along = 1 if self.linear.single else 2
         for key, digits in self.whole_sums.items():
+            if self.words:  # whole numbers as long as possible: they need no conversion, and their sum is exact
+                for digit in digits:
+                    self.body.line(f"{digit} = tl.sum({digit}, {along})")
             self.body.line(f"{sums[key]} = {self.joined(digits)}")
-        for name in sums.values():
-            if self.schedule == "gemv":
-                self.body.line(f"{name} = tl.sum({name}, {1 if self.linear.single else 2})")
+        for key, name in sums.items():
+            if self.schedule == "gemv" and not (self.words and key in self.whole_sums):
+                self.body.line(f"{name} = tl.sum({name}, {along})")
             elif self.schedule == "skinny":
                 self.body.line(f"{name} = tl.trans({name})")
         if self.squares:
@@ -102,9 +107,10 @@ class Products:
 
     def zeros(self) -> Sums:
         """The accumulators, all zero."""
-        shape = {"gemv": "[BLOCK_M, BLOCK_N, BLOCK_K]", "skinny": "[BLOCK_N, BLOCK_M]", "tiled": "[BLOCK_M, BLOCK_N]"}[self.schedule]
+        inner = "BLOCK_K // 4" if self.words else "BLOCK_K"  # of words, a thread sums four in one place
+        shape = {"gemv": f"[BLOCK_M, BLOCK_N, {inner}]", "skinny": "[BLOCK_N, BLOCK_M]", "tiled": "[BLOCK_M, BLOCK_N]"}[self.schedule]
         if self.linear.single:
-            shape = "[BLOCK_N, BLOCK_K]"
+            shape = f"[BLOCK_N, {inner}]"
         sums: Sums = {}
         for number, window in enumerate(self.segment.windows):
             for part in range(self.columns.parts):
@@ -210,7 +216,7 @@ class Products:
     def load_weight(self, right: Printer, window: t.WeightWindow) -> tuple[str, frozenset[int]]:
         """One tile of a weight as it is stored, 0 beyond the end of the contracted dimension."""
         tensor = self.spec.inputs[window.weight]
-        if tensor.dtype != (self.plan.x_dtype if window.scale is None else torch.int8):
+        if tensor.dtype != (self.plan.x_dtype if window.scale is None else torch.int32 if self.words else torch.int8):
             raise refuse(
                 f"the weight {tensor.name} is {tensor.dtype}, the other operand {self.plan.x_dtype}; the product of both has no kernel"
             )
@@ -262,8 +268,46 @@ class Products:
             code = printer.statement(f"tl.where({printer.tile.masks[k_axis]}, {value.code}, 0.0)", value.axes | {k_axis}, "x").code
         printer.block.line(f"{self.squares} += {code} * {code}")
 
+    def word_step(self, printer: Printer, tiles: Tiles, sums: Sums) -> None:
+        """One step of products of words."""
+        assert self.linear.given is not None
+        self.builder.use("dot16")
+        self.builder.constants["DP4A"] = True
+        left = [printer.load(t.Load(number, (t.R, t.K), torch.int32), raw=True).code for number in self.given_inputs]
+        for (number, part), (w, _) in tiles.items():
+            window, block = self.segment.windows[number], printer.block
+            digits = self.whole_sums.get((number, part))
+            if digits is not None:
+                for digit, rows in zip(digits, left, strict=True):
+                    block.line(f"{digit} = dot16({w}, {rows}, {digit}, DP4A)")
+                continue
+            products = [f"dot16({w}, {rows}, 0, DP4A)" for rows in left]
+            product = products[0] if len(products) == 1 else f"({products[0]} * 256 + {products[1]})"
+            block.line(f"{sums[(number, part)]} += {product}.to(tl.float32) * {self.word_scale(block, window, part)}")
+
+    def word_scale(self, block: Block, window: t.WeightWindow, part: int) -> str:
+        """The scales of a tile of words: of a step, where it lies within a group, else of four words each."""
+        scale = window.scale
+        assert scale is not None
+        if within_step(scale, self.choice.block_k):
+            one = step_scale(self, block, window, part, self.step_start())
+            return one if self.linear.single else f"{one}[None, :, :]"
+        k = self.builder.names.new("k_fourth")
+        block.line(f"{k} = {self.step_start()} + tl.arange(0, BLOCK_K // 4) * 4")
+        masks = ["c"] if self.masked else []
+        if self.mask_needed():
+            self.builder.names.new(f"{k}_in")
+            block.line(f"{k}_in = {k} < {self.size()}")
+            masks.append("k")
+        tile = self.linear.part(self.linear.tile("rck", {"c": self.c, "k": k}, tuple(masks)), self.columns, part)
+        tile.shape = (*tile.shape[:-1], "BLOCK_K // 4")
+        dtype = self.spec.inputs[scale.input].dtype
+        return Printer(self.builder, block, tile).load(t.Load(scale.input, scale.coords, dtype)).code
+
     def vector_step(self, printer: Printer, tiles: Tiles, sums: Sums) -> None:
         """One step of fp32 multiply-adds."""
+        if self.words:
+            return self.word_step(printer, tiles, sums)
         x = self.rows(printer, wide=True)
         if self.plan.activations:
             x = rounded_rows(printer, x, self.linear.step if self.linear.single else f"{self.linear.step}[:, None, None]")

@@ -4,9 +4,11 @@ A scale for a whole row multiplies the finished sum. A scale for some elements o
 lies within a group; else the weights themselves, in fp32.
 
 Rows meet int8 weights in one of three ways. The weights are converted to the rows' dtype, which holds them exactly. Or the rows are
-written in two int8 *digits*, x = unit * (256 * high + low) with a unit a row, about 16 bits: then the int8 matrix units multiply the
-weights as they are, and no weight is ever converted. Or, where the plan says so (W8A8), each row is rounded to int8. Rows become int8
-apart (codegen/apart.py).
+written in two int8 *digits*, x = unit * (256 * high + low) with a unit a row, about 16 bits: then integer units multiply the weights as
+they are, and no weight is ever converted. Or, where the plan says so (W8A8), each row is rounded to int8. Rows become int8 apart
+(codegen/apart.py).
+
+Few rows meet digits without the matrix units, four elements a word (codegen/words.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dsi.ir import tile as t
 
 from .builder import Block, triton_type
 from .printer import Printer
+from .words import as_words
 
 if TYPE_CHECKING:
     from .kernel import Choice
@@ -75,8 +78,13 @@ def scaled(products: Products, block: Block, right: Printer, window: t.WeightWin
     return f"{wide} * {right.load(t.Load(window.scale.input, window.scale.coords, dtype)).code}"
 
 
-def int8_rows(plan: t.LinearPlan, choice: Choice) -> bool:
-    """Whether rows meet the weights as int8 on the matrix units: every weight is int8, and a step has one scale a column."""
+def int8_rows(spec: t.KernelSpec, choice: Choice) -> bool:
+    """Whether rows meet the weights as int8: as words, or on the matrix units, where every weight is int8 and a step has one scale a
+    column."""
+    plan = spec.plan
+    assert isinstance(plan, t.LinearPlan)
+    if choice.schedule == "gemv":
+        return as_words(spec, choice)
     if choice.schedule not in ("skinny", "tiled") or not (choice.digits or plan.activations):
         return False
     scales = [window.scale for segment in plan.segments for window in segment.windows]

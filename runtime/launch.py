@@ -73,12 +73,15 @@ def programmatic(device: torch.device) -> bool:
 
 def settle(launch: Launch, able: bool, overlaps: bool) -> dict[str, Any]:
     """The keyword arguments of a launch. `able`: the device has programmatic dependent launch; where it has not, `PDL` is off.
+    Triton's interpreter knows no assembly: there `DP4A` is off.
 
     A kernel that waits but is launched without the attribute (`overlaps` false) finds all work before it done when it starts.
     """
     settled: dict[str, Any] = {**launch.constants, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
     if settled.get("PDL") and not able:
         settled["PDL"] = False
+    if settled.get("DP4A") and os.environ.get("TRITON_INTERPRET") == "1":
+        settled["DP4A"] = False
     if not (able and overlaps and settled.get("PDL")):
         settled.pop("launch_pdl", None)
     return settled

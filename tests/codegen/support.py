@@ -156,7 +156,7 @@ def execute(kernel: Kernel, inputs: list, outputs: list[torch.Tensor], number, i
         grid = tuple(map(number, launch.grid))
         if 0 in grid:
             continue
-        constants = {**launch.constants, **({"PDL": False} if "PDL" in launch.constants else {})}
+        constants = {**launch.constants, **{name: False for name in ("PDL", "DP4A") if name in launch.constants}}
         results = iter(interpreter.run(kernel.source, launch.entry, grid, arguments, constants))
         for argument in launch.arguments:
             if argument.kind != "size" and isinstance(tensors[argument.kind][argument.number], torch.Tensor):
