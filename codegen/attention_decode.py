@@ -261,7 +261,7 @@ class AttentionDecode(AttentionTiles):
         loop.line(f"{whole['top']} = {top}")
         unrolled = f"tl.static_range(1, {split})" if split <= UNROLLED else f"tl.range(1, {split}, loop_unroll_factor={UNROLLED})"
         done.attach(f"for {other} in {unrolled}:", loop)
-        self.finish(done, [whole[name] for name in self.outs], whole["total"])
+        self.finish(done, [whole[name] for name in self.outs], whole["total"], whole["top"])
         body.attach(f"if {arrived} == {split - 1}:", done)
 
     def number(self, blocks: sympy.Expr) -> str:

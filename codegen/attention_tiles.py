@@ -301,9 +301,16 @@ class AttentionTiles:
 
     # ----------------------------------------------------------------------------------------------------------------- result
 
-    def finish(self, block: Block, outs: Sequence[str], total: str = "total") -> None:
-        """Divides by the sum of the weights and writes the epilogue, part by part of the channels."""
+    def finish(self, block: Block, outs: Sequence[str], total: str = "total", top: str = "top") -> None:
+        """Divides by the sum of the weights, which are relative to the score `top`, and writes the epilogue, part by part of the
+        channels."""
         names, rows = self.builder.names, "" if self.single else "[:, None]"
+        if self.plan.sinks is not None:
+            sink = Printer(self.builder, block, self.tile("m")).value(self.plan.sinks).at(3)
+            weight = f"tl.exp({sink} - ({self.shift(top)}))"
+            if self.factor is not None:
+                weight = f"tl.exp2({sink} * {math.log2(math.e)!r} - {self.shift(top)})"
+            block.line(f"{total} += {weight}")
         block.comment("a row that sees no key is 0")
         weight = names.new("weight")
         block.line(f"{weight} = tl.where({total} == 0.0, 1.0, {total}){rows}")

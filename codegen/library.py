@@ -241,8 +241,8 @@ class _Linear:
 
 
 def _why_no_attention(spec: t.KernelSpec, plan: t.AttentionPlan) -> str:
-    if plan.softcap or plan.window or plan.bias is not None:
-        return "scaled_dot_product_attention has no softcap, window or bias of its own"
+    if plan.softcap or plan.window or plan.bias is not None or plan.sinks is not None:
+        return "scaled_dot_product_attention has no softcap, window, bias or sinks of its own"
     if plan.mask is not None:
         return "a row that a mask hides whole is 0 here, and not defined by the library"
     if len(plan.stores) != 1 or _result(spec, plan) is None:

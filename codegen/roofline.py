@@ -38,7 +38,7 @@ def loads(plan: t.Plan) -> Iterator[t.Load]:
     if isinstance(plan, t.LinearPlan):
         roots += [plan.x, *(r.body for r in plan.reductions), *(r.body for s in plan.segments for r in s.reductions)]
     elif isinstance(plan, t.AttentionPlan):
-        roots += [e for e in (plan.q, plan.k, plan.v, plan.mask, plan.bias) if e is not None]
+        roots += [e for e in (plan.q, plan.k, plan.v, plan.mask, plan.bias, plan.sinks) if e is not None]
     else:
         roots += [r.body for r in plan.reductions]
     yield from (expr for expr in t.parts_of(*roots, *gathered) if isinstance(expr, t.Load))

@@ -223,7 +223,9 @@ class _Run:
             for e, at in ((plan.q, (B, H, S, D)), (plan.k, (B, G, J, D)), (plan.v, (B, G, J, E)))
         )
         mask, bias = (None if e is None else operand(e, B, H, S, J) for e in (plan.mask, plan.bias))
-        result = attention_reference(q, k, v, mask, bias, scale=plan.scale, causal=plan.causal, window=plan.window, softcap=plan.softcap)
+        sinks = None if plan.sinks is None else operand(plan.sinks, H)
+        attributes = {"scale": plan.scale, "causal": plan.causal, "window": plan.window, "softcap": plan.softcap}
+        result = attention_reference(q, k, v, mask, bias, sinks, **attributes)
         values = _Values(self, window=lambda w, e: result[e[B], e[H], e[S], e[E]])
         for store in plan.stores:
             self.store(store, self.grid(*((s, names[s]) for s in (B, H, S, E))), values)

@@ -192,7 +192,9 @@ def visible(s: int, length: int, causal: bool, window: int, device: torch.device
     return seen
 
 
-def attention_weights(scores: Tensor, mask: Tensor | None, bias: Tensor | None, *, causal: bool, window: int, softcap: float) -> Tensor:
+def attention_weights(
+    scores: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None = None, *, causal: bool, window: int, softcap: float
+) -> Tensor:
     """The weights [B, H, S, L] that `attention` gives to the keys, from scaled scores of that shape. A row that sees no key is 0."""
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
@@ -206,6 +208,8 @@ def attention_weights(scores: Tensor, mask: Tensor | None, bias: Tensor | None, 
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
     total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(total.dtype)[:, None, None] - top.masked_fill(top == float("-inf"), 0.0))
     return weights / total.masked_fill(total == 0, 1.0)
 
 
@@ -215,6 +219,7 @@ def attention_reference(
     v: Tensor,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     causal: bool = False,
@@ -225,26 +230,26 @@ def attention_reference(
 
     q [B, H, S, D], k [B, HKV, L, D], v [B, HKV, L, DV], H a multiple of HKV (head h reads key head h // (H / HKV)) -> [B, H, S, DV].
     `mask` (bool, True = visible; or float, added) and `bias` (float, added; ALiBi) broadcast to [B, H, S, L]. `causal` and `window` place
-    query i at key position i; `window` w hides keys at i - w and before. `softcap` c maps scores to c·tanh(scores / c). A row that sees no
-    key is 0.
+    query i at key position i; `window` w hides keys at i - w and before. `softcap` c maps scores to c·tanh(scores / c). `sinks` (float [H])
+    are scores of one more key a head, whose value is 0: it takes part in the softmax alone. A row that sees no key is 0.
     """
     b, h, s, d = q.shape
     hkv = k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     qg = q.reshape(b, hkv, h // hkv, s, d).to(wide)
     scores = (qg @ k[:, :, None].to(wide).transpose(-1, -2)).reshape(b, h, s, k.shape[2]) * scale
-    weights = attention_weights(scores, mask, bias, causal=causal, window=window, softcap=softcap)
+    weights = attention_weights(scores, mask, bias, sinks, causal=causal, window=window, softcap=softcap)
     weights = weights.reshape(b, hkv, h // hkv, s, k.shape[2])
     return (weights @ v[:, :, None].to(wide)).reshape(b, h, s, v.shape[3]).to(q.dtype).contiguous()
 
 
-def _attention_fake(q, k, v, mask=None, bias=None, *, scale, causal=False, window=0, softcap=0.0) -> Tensor:
+def _attention_fake(q, k, v, mask=None, bias=None, sinks=None, *, scale, causal=False, window=0, softcap=0.0) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 attention = define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None, *, float scale, bool causal=False, int window=0, "
-    "float softcap=0.0) -> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None, Tensor? sinks=None, *, float scale, bool causal=False, "
+    "int window=0, float softcap=0.0) -> Tensor",
     attention_reference,
     _attention_fake,
 )

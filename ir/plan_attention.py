@@ -47,7 +47,7 @@ class _Planner:
         a = self.anchor
         outputs = outputs_of(self.body)
         q, k, v = args_of(a)[:3]
-        mask, bias = argument(a, 3, "mask"), argument(a, 4, "bias")
+        mask, bias, sinks = argument(a, 3, "mask"), argument(a, 4, "bias"), argument(a, 5, "sinks")
         operands = [self._operand(n, at) for n, at in ((q, (B, H, S, D)), (k, (B, G, J, D)), (v, (B, G, J, E)))]
         scores = [None if n is None else self._operand(n, self._score_coordinates(n)) for n in (mask, bias)]
         stores = tuple(self._output(number, node) for number, node in enumerate(outputs))
@@ -71,6 +71,7 @@ class _Planner:
             softcap=float(keywords.get("softcap", 0.0)),
             stores=stores,
             dtype=fake(q).dtype,
+            sinks=None if sinks is None else self._operand(sinks, (H,)),
         )
 
     def _score_coordinates(self, node: fx.Node) -> Coords:

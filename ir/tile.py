@@ -226,7 +226,8 @@ class LinearPlan:
 class AttentionPlan:
     """Scaled dot-product attention as `ir.ops.attention` defines it.
 
-    q in (b, h, s, d); k in (b, g, j, d); v in (b, g, j, e); mask and bias in (b, h, s, j); stores in (b, h, s, e) over `Window(0)`.
+    q in (b, h, s, d); k in (b, g, j, d); v in (b, g, j, e); mask and bias in (b, h, s, j); sinks in (h); stores in (b, h, s, e) over
+    `Window(0)`.
     g = h // (heads / kv_heads).
     """
 
@@ -248,6 +249,7 @@ class AttentionPlan:
     softcap: float
     stores: tuple[Store, ...]
     dtype: torch.dtype  # of q, and so of both products' operands
+    sinks: Expr | None = None
 
 
 @dataclass(frozen=True)

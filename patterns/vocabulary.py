@@ -122,6 +122,7 @@ OPS: dict[str, Op] = {
         _op("sum", aten.sum.dim_IntList),
         _op("var", aten.var.correction),
         _op("amax", aten.amax.default),
+        _op("max", aten.max.dim),
         _op("softmax", aten._softmax.default, aten.softmax.int, half_to_float=False),
         _op("softmax_to_float", aten._softmax.default, compute=_softmax_to_float, half_to_float=True),
         # dtype, copies, views

@@ -43,6 +43,7 @@ def _grouped_attention(
     v: Tensor,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     causal: bool = False,
@@ -55,7 +56,7 @@ def _grouped_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     folded = q.reshape(b, hkv, h // hkv * s, d).to(wide)
     scores = (folded @ k.to(wide).transpose(-1, -2)).reshape(b, h, s, length) * scale
-    weights = ops.attention_weights(scores, mask, bias, causal=causal, window=window, softcap=softcap)
+    weights = ops.attention_weights(scores, mask, bias, sinks, causal=causal, window=window, softcap=softcap)
     weights = weights.reshape(b, hkv, h // hkv * s, length)
     return (weights @ v.to(wide)).reshape(b, h, s, v.shape[3]).to(q.dtype).contiguous()
 
@@ -66,6 +67,7 @@ def attention(
     v: Tensor,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     causal: bool = False,
@@ -76,13 +78,14 @@ def attention(
     added = _one_mask(q, k, mask, bias, causal, window)
     fused = (
         not softcap
+        and sinks is None
         and added is not NotImplemented
         and q.shape[3] == k.shape[3] == v.shape[3]
         and q.dtype == k.dtype == v.dtype
         and all(x.stride(-1) == 1 for x in (q, k, v))
     )
     if not fused:
-        return _grouped_attention(q, k, v, mask, bias, scale=scale, causal=causal, window=window, softcap=softcap)
+        return _grouped_attention(q, k, v, mask, bias, sinks, scale=scale, causal=causal, window=window, softcap=softcap)
     alone = causal and added is None
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=added, is_causal=alone, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -3,8 +3,9 @@
 q, k and v are [B, H, *, *], flattened to B·H matrices for the products. The scale multiplies or divides the scores or q, or is the
 product's `alpha` (ALiBi, as `baddbmm`), or is not there; scores may be capped by tanh, biased by position, masked by an added mask or by a
 choice, and widened for the softmax. A choice between a score and a number becomes an added bias, which is the same where that number drowns
-every score.
-Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), Gemma 2 (cap).
+every score. Sinks are scores of one more key a head, appended to the others for the softmax and dropped after it.
+Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), Gemma 2 (cap),
+GPT-OSS (sinks).
 """
 
 import math
@@ -40,6 +41,7 @@ class Attention(Rule):
         position,
         keep,
         alibi,
+        sinks,
         scale,
         q_scale,
         cap,
@@ -53,6 +55,9 @@ class Attention(Rule):
         sizes,
         restored,
         narrow,
+        column,
+        repeated,
+        last,
     ):
         scaled_q = op.either("q scale", mul=lambda: q * q_scale, div=lambda: q / q_scale, none=lambda: q)
         wide_q = op.maybe_cast(scaled_q, torch.float32, tag="q wide")
@@ -85,7 +90,21 @@ class Attention(Rule):
             "mask", added=lambda: chosen + mask, twice=lambda: (chosen + position).named("biased") + mask, none=lambda: chosen
         )
         wide = op.maybe_cast(masked, torch.float32, tag="wide")
-        weights = op.maybe_cast(op.softmax(wide, -1), narrow, tag="narrow")
+
+        def with_sinks():
+            sink = op.expand(op.view(sinks, column).named("one_a_head"), repeated)
+            every = op.maybe_cast(op.cat([masked, sink], -1).named("every"), torch.float32, tag="every wide")
+            # Less the greatest: the same weights.
+            shifted = op.either(
+                "shift",
+                max=lambda: every - op.item(op.max(every, -1, True), 0),
+                amax=lambda: every - op.amax(every, [-1], True),
+                none=lambda: every,
+            )
+            return op.slice(op.softmax(shifted, -1), -1, 0, last).named("kept")
+
+        softmax = op.either("sinks", none=lambda: op.softmax(wide, -1), appended=with_sinks)
+        weights = op.maybe_cast(softmax, narrow, tag="narrow")
         flat_weights = op.view(op.maybe_contiguous(weights), flat_p).named("flat_weights")
         values = op.view(op.maybe_contiguous(v, tag="v copy"), flat_v).named("flat_values")
         return op.view(op.bmm(flat_weights, values).named("flat_result"), restored)
@@ -124,13 +143,21 @@ class Attention(Rule):
             q == m.dtype("k") == m.dtype("v") == m.output().dtype,
             f"q, k, v and the result differ in dtype: {q}, {m.dtype('k')}, {m.dtype('v')}",
         )
-        for tag in ("q wide", "k wide", "wide"):
+        for tag in ("q wide", "k wide", "wide", "every wide"):
             m.require(m.cast(tag) is None or widens(q, m.cast(tag)), f"it is computed in {m.cast(tag)}, which rounds values of {q}")
         m.require(m.dtype("flat_weights") == q, f"the weights of the sum are {m.dtype('flat_weights')}, v is {q}")
         for name in ("scale", "q_scale", "cap", "alpha"):
             m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")
         m.require(m.cap is None or m.cap > 0, f"the cap is {m.cap}")
         self._check_masks(m)
+        if m.present("sinks"):
+            column = m.shape("one_a_head")
+            m.require(
+                m.rank("sinks") == 1 and m.dtype("sinks").is_floating_point, f"the sinks are {m.dtype('sinks')} {list(m.shape('sinks'))}"
+            )
+            m.require(len(column) == 4 and m.same(column, (1, h, 1, 1)), f"the sinks {list(column)} are not one a head")
+            m.require(m.same(m.shape("every"), (b, h, s, length + 1)), f"the scores with sinks are {list(m.shape('every'))}")
+            m.require(m.same(m.shape("kept"), (b, h, s, length)), f"of the weights with sinks {list(m.shape('kept'))} are kept")
 
     def _check_masks(self, m):
         scores = m.shape("scores")
@@ -171,7 +198,7 @@ class Attention(Rule):
             numbers = (0.0, m.fill) if m.tag("choice") == "where" else (m.fill, 0.0)
             bias = dsi.call(torch.ops.aten.where.Scalar, m.keep, *numbers)
         q, v = (self._by_heads(dsi, m, name, flat) for name, flat in (("q", "rows"), ("v", "flat_values")))
-        return dsi.attention(q, k, v, m.mask, bias, scale=float(scale), softcap=float(m.cap or 0.0))
+        return dsi.attention(q, k, v, m.mask, bias, m.sinks, scale=float(scale), softcap=float(m.cap or 0.0))
 
     def _by_heads(self, dsi, m, name, flat):
         """The parameter as [B, H, *, *]."""
@@ -200,4 +227,8 @@ class Attention(Rule):
             "flat_p": [b * h, t, length],
             "sizes": [b, h, t, length],
             "restored": [b, h, t, dv],
+            "sinks": s.tensor_of([h]),
+            "column": [1, h, 1, 1],
+            "repeated": [b, h, t, 1],
+            "last": s.pick((-1, length)),
         }

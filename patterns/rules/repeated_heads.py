@@ -12,7 +12,7 @@ class RepeatedHeads(Rule):
     literals = {"scale": (0.3, 1.0), "causal": (False, True), "window": (0, 2), "softcap": (0.0, 3.0)}
     same_rounding = True
 
-    def pattern(self, op, q, k, v, mask, bias, scale, causal, window, softcap, wide_k, wide_v, sizes_k, sizes_v):
+    def pattern(self, op, q, k, v, mask, bias, sinks, scale, causal, window, softcap, wide_k, wide_v, sizes_k, sizes_v):
         def repeated(x, wide, sizes, name):
             spread = op.expand(op.unsqueeze(x, 2), wide).named(f"spread_{name}")
             return op.view(op.maybe_contiguous(spread, tag=f"{name} copy"), sizes).named(f"repeated_{name}")
@@ -28,6 +28,8 @@ class RepeatedHeads(Rule):
             none=lambda: attention(None, None),
             bias=lambda: attention(None, bias),
             both=lambda: attention(mask, bias),
+            sinks=lambda: attention(None, None, sinks),
+            mask_sinks=lambda: attention(mask, None, sinks),
         )
 
     def check(self, m):
@@ -46,7 +48,7 @@ class RepeatedHeads(Rule):
             m.require(m.same(m.size("H"), groups * n), f"there are {m.size('H')} query heads for {groups} × {n} key heads")
 
     def rewrite(self, dsi, m):
-        return dsi.attention(m.q, m.k, m.v, m.mask, m.bias, scale=m.scale, causal=m.causal, window=m.window, softcap=m.softcap)
+        return dsi.attention(m.q, m.k, m.v, m.mask, m.bias, m.sinks, scale=m.scale, causal=m.causal, window=m.window, softcap=m.softcap)
 
     def sample(self, s):
         b, g, n, length, d, v, t = s.size("B"), s.size("G"), s.pick((1, 2, 3)), s.size("L"), s.size("D"), s.size("V"), s.size("S")
@@ -57,6 +59,7 @@ class RepeatedHeads(Rule):
             "q": s.tensor_of([b, g * n, t, d]),
             "mask": s.mask_of([b, 1, t, length]),
             "bias": s.tensor_of([1, g * n, 1, length]),
+            "sinks": s.tensor_of([g * n]),
             "wide_k": [b, g, n, length, d],
             "wide_v": [b, g, n, length, v],
             "sizes_k": [b, g * n, length, d],

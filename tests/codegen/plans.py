@@ -225,6 +225,7 @@ def attention(
     causal=False,
     window=0,
     softcap=0.0,
+    sinks=False,
     strided=False,
     symbolic=False,
     seed=0,
@@ -260,8 +261,10 @@ def attention(
         slope = case.input("slope", (heads,), dtype=torch.float32)
         bias_e = op("mul", case.load(slope, H), cast(t.Index(J), torch.float32))
         bias_t = case.real(slope).view(1, heads, 1, 1) * torch.arange(keys)
+    sink = case.input("sinks", (heads,), scale=2.0) if sinks else None
+    sinks_t = None if sink is None else case.real(sink)
     expected = ops.attention_reference(
-        case.real(q), case.real(k), case.real(v), mask_t, bias_t, scale=0.3, causal=causal, window=window, softcap=softcap
+        case.real(q), case.real(k), case.real(v), mask_t, bias_t, sinks_t, scale=0.3, causal=causal, window=window, softcap=softcap
     )
     out = case.output("out", (b, s, heads * dv), expected.transpose(1, 2).reshape(batch, queries, heads * dv))
     store = t.Store(out, (B, S, H * dv + E), cast(t.Window(0), dtype), dtype)
@@ -284,6 +287,7 @@ def attention(
         softcap,
         (store,),
         dtype,
+        None if sink is None else case.load(sink, H),
     )
     return case.finish(plan)
 

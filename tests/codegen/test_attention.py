@@ -131,6 +131,16 @@ def test_what_attention_may_be_told(interpreter, options, block_m):
         check(case, interpreter, choice=replace(DECODE, block_m=block_m, block_s=16))
 
 
+@pytest.mark.parametrize("choice", [PREFILL, replace(DECODE, block_m=1, split=1), DECODE], ids=str)
+@pytest.mark.parametrize("mask", ["bool", "additive"])
+@pytest.mark.parametrize("dtype, keys", [(F32, 40), (BF16, 12)])
+def test_sinks(interpreter, choice, mask, dtype, keys):
+    """One more key a head, of no value: in keys of one program, of several that are joined, and in a row that sees no other."""
+    queries = 1 if choice.block_m == 1 else 9
+    case = plans.attention(dtype, 1, 4, 4 if queries == 1 else 2, queries, keys, sinks=True, mask=mask)
+    check(case, interpreter, choice=choice)
+
+
 @pytest.mark.parametrize("choice", [DECODE, replace(DECODE, block_m=8), PREFILL, replace(PREFILL, block_n=32)], ids=str)
 @pytest.mark.parametrize("name", ["left padding", "window", "positions", "added, left padding", "none"])
 def test_blocks_that_no_row_sees_are_not_read(interpreter, name, choice):

@@ -127,6 +127,36 @@ def test_alibi():
     assert stages(lambda a, q, k, v: alibi_attention(a, q, k, v), randn(1, 1, L), Q, K, V)[0] is None
 
 
+def with_sinks(q, k, v, sinks, mask=None, heads=H, keep=-1, less=True, narrow=None):
+    scores = q @ k.mT * 0.5
+    scores = scores if mask is None else scores + mask
+    every = torch.cat([scores, sinks.reshape(1, heads, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    every = every - every.max(-1, keepdim=True).values if less else every
+    weights = every.softmax(-1)[..., :keep]
+    return (weights if narrow is None else weights.to(narrow)) @ v
+
+
+def test_sinks():
+    sinks = randn(H) * 3
+    node, _ = stages(with_sinks, Q, K, V, sinks)
+    assert argument(node, "sinks").op == "placeholder"
+    node, _ = stages(lambda q, k, v, s, m: with_sinks(q, k, v, s, m, less=False), Q, K, V, sinks, MASK)
+    assert argument(node, "mask").op == argument(node, "sinks").op == "placeholder"
+    nothing = torch.full((B, 1, S, L), float("-inf"))
+    assert stages(with_sinks, Q, K, V, sinks, nothing)[0] is not None, "a row that sees no key is 0"
+    node, _ = stages(lambda q, k, v, s: with_sinks(q, k, v, s, narrow=BF), *(t.to(BF) for t in (Q, K, V, sinks)))
+    assert node is not None
+
+
+def test_what_only_looks_like_sinks():
+    first = lambda q, k, v, s: torch.cat([s.reshape(1, H, 1, 1).expand(B, H, S, 1), q @ k.mT], -1).softmax(-1)[..., :-1] @ v  # noqa: E731
+    assert stages(first, Q, K, V, randn(H))[0] is None, "the first key is the sink, the last one is dropped"
+    a_row = lambda q, k, v, s: torch.cat([q @ k.mT, s.reshape(1, 1, S, 1).expand(B, H, S, 1)], -1).softmax(-1)[..., :-1] @ v  # noqa: E731
+    assert stages(a_row, Q, K, V, randn(S))[0] is None
+    dropped = lambda q, k, v, s: with_sinks(q, k, v[:, :, :-1], s, keep=-2)  # noqa: E731
+    assert stages(dropped, Q, K, V, randn(H))[0] is None, "a key is dropped with the sink"
+
+
 SQUARE = (randn(B, H, S, D), randn(B, H, S, D), randn(B, H, S, DV))
 NEGATIVE = {
     "softmax over the queries": (lambda q, k, v: attend(q, k, v, dim=-2), SQUARE),
