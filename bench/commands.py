@@ -21,6 +21,8 @@ def register(app: typer.Typer) -> None:
         ("repeat", repeat_command),
         ("sanitize", sanitize_command),
         ("deepspeed", deepspeed_command),
+        ("memory", memory_command),
+        ("audit", audit_command),
         ("timeline", timeline_command),
     ):
         app.command(name)(command)
@@ -30,7 +32,7 @@ def all_command(
     seconds: Annotated[float, typer.Option(help="Seconds that all of it may take.")] = 570.0,
     out: Annotated[Path, typer.Option(help="Folder for results.json, log.txt and roofline.svg.")] = Path("out/bench"),
     rows: Annotated[str, typer.Option(help="Rows, by commas, in that order; left out: all, the most important first.")] = "",
-    sides: Annotated[str, typer.Option(help="ours, quick, tuned or slow; or sides, by commas.")] = "quick",
+    sides: Annotated[str, typer.Option(help="own (each row's), ours, quick, tuned or slow; or sides, by commas.")] = "own",
     small: Small = False,
     show: Annotated[bool, typer.Option("--list", help="Print the rows and what each takes, and run nothing.")] = False,
 ) -> None:
@@ -40,7 +42,8 @@ def all_command(
 
     try:
         listed = everything.chosen(rows)
-        sides_of(everything.SIDES.get(sides, sides))
+        if named := everything.SIDES.get(sides, sides):
+            sides_of(named)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if show:
@@ -152,3 +155,43 @@ def timeline_command(
         path.backend()  # what makes the package importable from a checkout
         from dsi import lay_out as change
     timeline.run(shared, models(cases), numbers(batches), layers, cache, live, change)
+
+
+def memory_command(
+    cases: Cases = "llama-3-8b",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of each model; left out: all.")] = None,
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+) -> None:
+    """Bytes that the engine holds, in the model's dtype and with int8 weights."""
+    from bench import engine_memory
+
+    shared = settings("dsi", 1, dtype, small, budget, json)
+    if not engine_memory.good(engine_memory.run(shared, models(cases, decoders=True), layers)):
+        raise typer.Exit(1)
+
+
+def audit_command(
+    cases: Cases = "gpt2,gpt2-xl,llama-3.2-1b,llama-7b,llama-3-8b,bert-large",
+    batches: Batches = "1",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens a sequence that a pass is given; an encoder gets 128 at least.")] = 1,
+    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
+    int8: Annotated[bool, typer.Option("--int8", help="With int8 weights.")] = False,
+    lay_out: Annotated[bool, typer.Option("--lay-out", help="With weights laid out by output, as the engine has them.")] = False,
+    device: Annotated[str, typer.Option(help="The device to compile for (codegen/devices.py).")] = "H200",
+    json: Json = None,
+) -> None:
+    """The kernels that models get untuned: registers, spills, shared memory, loads, programs. Needs no GPU."""
+    from bench import audit
+    from bench.shapes import SHAPES
+
+    shared = settings("dsi", 1, None, False, None, json)
+    listed = [
+        audit.Model(name, batch, max(tokens, 128) if SHAPES[name].family == "bert" else tokens, cache, int8, lay_out)
+        for name in models(cases)
+        for batch in numbers(batches)
+    ]
+    if not audit.good(audit.run(shared, listed, device)):
+        raise typer.Exit(1)

@@ -13,7 +13,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from bench import path, timing
+from bench import path, timing, weights
 from bench.limits import Expired, at_most, expired
 from bench.memory import Memory, Meter, transient
 from bench.report import Report
@@ -28,7 +28,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 @dataclass(frozen=True)
 class Side:
     """One way to run a model. `captures`: the harness may capture its calls in a CUDA graph of its own. `seconds`: what compiling eight
-    layers is expected to take at most, until this run has measured it. `slack`: how many times eager's own error it may have."""
+    layers is expected to take at most, until this run has measured it. `slack`: how many times eager's own error it may have.
+    `weights`: what is done to a copy of the model before (bench/weights.py). `int8`: it reads int8 weights."""
 
     name: str
     backend: str | None
@@ -36,10 +37,12 @@ class Side:
     captures: bool
     seconds: float
     slack: float = SLACK
+    weights: str = ""
+    int8: bool = False
 
-    def bound(self, eager: float) -> float:
-        """The error against the wider dtype that it may have, where eager's is so large."""
-        return self.slack * eager + FLOOR
+    def bound(self, eager: float, rounding: float = 0.0) -> float:
+        """The error against the wider dtype that it may have, where eager's is so large, and that of int8 weights `rounding`."""
+        return self.slack * (eager + rounding * self.int8) + FLOOR
 
     def compile(self, function: Any) -> Any:
         """`function` (or a module) as this side runs it."""
@@ -47,7 +50,11 @@ class Side:
             return function
         if self.backend == "deepspeed":
             raise ValueError("DeepSpeed runs its own layers, no model: python -m bench deepspeed")
+        function = weights.prepared(self.weights, function)
         backend = path.backend() if self.backend == "dsi" else self.backend
+        if self.backend == "dsi" and self.int8:
+            options = {"dtype": "int8", "mode": self.mode or "default"}
+            return torch.compile(function, backend=backend, options=options, fullgraph=True)
         return torch.compile(function, backend=backend, mode=self.mode, fullgraph=True)
 
 
@@ -63,6 +70,14 @@ SIDES = {
         Side("dsi-reduce-overhead", "dsi", "reduce-overhead", False, 25),
         Side("dsi-max-autotune", "dsi", "max-autotune", False, 90),
         Side("dsi-max-autotune-no-cudagraphs", "dsi", "max-autotune-no-cudagraphs", True, 90),
+        Side("dsi-laid-out", "dsi", None, True, 25, weights="laid out"),
+        Side("dsi-laid-out-reduce-overhead", "dsi", "reduce-overhead", False, 25, weights="laid out"),
+        Side("dsi-laid-out-max-autotune", "dsi", "max-autotune", False, 90, weights="laid out"),
+        Side("dsi-int8", "dsi", None, True, 25, int8=True),
+        Side("dsi-int8-reduce-overhead", "dsi", "reduce-overhead", False, 25, int8=True),
+        Side("dsi-int8-max-autotune", "dsi", "max-autotune", False, 90, int8=True),
+        Side("int8-recipe", "inductor", "max-autotune-no-cudagraphs", True, 80, weights="recipe", int8=True),
+        Side("torchao", "inductor", "max-autotune-no-cudagraphs", True, 80, weights="torchao", int8=True),
         # bench/deepspeed_side.py knows how to run it, nothing else does. It is not ours to be judged by our bound.
         Side("deepspeed", "deepspeed", None, True, 120, slack=50.0),
     )
@@ -76,7 +91,8 @@ class Workload:
     `compile_for(side)` gives the calls of one block for a side, each returning a tensor; `prepare` puts state back to where a block begins.
     `reference()` gives what the first `checked` calls return, stacked, computed in a wider dtype. `moved` bytes must be read and `flops`
     operations done in a call. `in_graph` calls are captured in one graph. `weight`: seconds of compilation over those of eight layers.
-    `held`: bytes of its weights and caches on the device.
+    `held`: bytes of its weights and caches on the device. `rounded()` gives what `reference` does, of weights rounded to int8, of which
+    `moved_int8` bytes must be read in a call; without it sides that read int8 weights cannot be judged.
     """
 
     title: str
@@ -91,6 +107,8 @@ class Workload:
     in_graph: int = 1
     weight: float = 1.0
     held: int = 0
+    rounded: Callable[[], Tensor] | None = None
+    moved_int8: float = 0.0
 
 
 @dataclass
@@ -113,8 +131,28 @@ _measured: dict[str, float] = {}  # side -> compile seconds of a workload of wei
 def compare(workload: Workload, report: Report) -> list[Outcome]:
     """Run a workload on every side of the settings; adds its row to the report, prints its table, and returns the outcomes.
 
-    A side that fails, or whose numbers are wrong, is not timed: its row says why.
+    A side that fails, or whose numbers are wrong, is not timed: its row says why. Where no side can be judged (memory runs out for the
+    reference, say), the row has no sides and says why. Raises where the device itself has failed: nothing more runs in this process then.
     """
+    before = len(report.rows)
+    try:
+        return _compare(workload, report)
+    except Exception as error:
+        if len(report.rows) == before:
+            report.add({**_row(workload, [], 0, report), "problem": sentence(error)})
+        report.say(f"{workload.title}: {sentence(error)}")
+        reset()
+        timing.synchronize()  # raises where the device has failed
+        return []
+
+
+def sentence(error: BaseException) -> str:
+    """An error in a line, with the place where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
+
+
+def _compare(workload: Workload, report: Report) -> list[Outcome]:
     torch._dynamo.config.recompile_limit = 64  # sides share the model's code
     torch._inductor.config.autotune_num_choices_displayed = 0  # a log of every choice would drown the tables
     reset()
@@ -123,6 +161,7 @@ def compare(workload: Workload, report: Report) -> list[Outcome]:
     with torch.no_grad():
         reference = workload.reference()
         reset()  # the wider copy's memory
+        rounding = _rounding(workload, reference, report)
         calls = workload.compile_for(SIDES["eager"])
         eager = run_checked(workload, calls)
         workload.prepare()
@@ -132,10 +171,10 @@ def compare(workload: Workload, report: Report) -> list[Outcome]:
             side = SIDES[name]
             expected = _measured.get(name, side.seconds if not report.settings.small else 0.0) * workload.weight
             if report.fits(f"{workload.title}: {name}", expected):
-                outcomes.append(_ready(workload, side, reference, eager, side.bound(error), report))
+                outcomes.append(_ready(workload, side, reference, eager, side.bound(error, rounding), report))
         for outcome in outcomes:  # after everything is compiled: what a graph of ours holds must not move any more
             if outcome.timer is not None and outcome.side.captures and torch.cuda.is_available():
-                _capture(outcome.timer, workload, outcome.side.bound(error), outcome)
+                _capture(outcome.timer, workload, outcome.side.bound(error, rounding), outcome)
         timers = [outcome.timer for outcome in outcomes if outcome.timer is not None]
         report.say(f"{workload.title}: timing {len(timers)} sides in {report.settings.blocks} blocks")
         try:
@@ -150,6 +189,11 @@ def compare(workload: Workload, report: Report) -> list[Outcome]:
 def reset() -> None:
     """Forget what was compiled: a case must not find another's sizes dynamic, nor its memory taken."""
     torch._dynamo.reset()
+    reset_memory()
+
+
+def reset_memory() -> None:
+    """Give back what nothing holds any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -161,14 +205,25 @@ def run_checked(workload: Workload, calls: Sequence[Callable[[], Tensor]]) -> Te
     return torch.stack([call().to(torch.float32, copy=True) for call in calls[: workload.checked]])
 
 
+def _rounding(workload: Workload, reference: Tensor, report: Report) -> float:
+    """The error that rounding weights to int8 makes, where a side does so and its numbers can be told; else none is allowed for."""
+    if workload.rounded is None or not any(SIDES[name].int8 for name in report.settings.against):
+        return 0.0
+    error = timing.relative_error(workload.rounded(), reference)
+    reset()
+    report.say(f"{workload.title}: weights rounded to int8 are {error:.1e} off")
+    return error
+
+
 def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bound: float, report: Report) -> Outcome:
     """Compile, check, profile and measure the memory of one side."""
     outcome = Outcome(side)
-    meter = Meter(workload.held)
     start = time.perf_counter()
     try:
         with at_most(report.settings.limit, f"compiling and warming up {side.name}"):
             calls = workload.compile_for(side)
+            reset_memory()  # of a copy with other weights
+            meter = Meter(workload.held)
             start = time.perf_counter()
             run_checked(workload, calls)
             timing.synchronize()
@@ -195,9 +250,8 @@ def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bou
     except Exception as error:
         outcome.compile_seconds = outcome.compile_seconds or time.perf_counter() - start
         error = expired(error) or error
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if isinstance(error, ArithmeticError | Expired) else f" ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
-        outcome.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
+        plain = isinstance(error, ArithmeticError | Expired)
+        outcome.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}" if plain else sentence(error)
     found = outcome.problem or f"error {outcome.error:.1e}, {outcome.profile.launches} kernels"
     report.say(f"{workload.title}: {side.name} in {outcome.compile_seconds:.1f} s: {found}")
     return outcome
@@ -233,10 +287,13 @@ def _row(workload: Workload, outcomes: Sequence[Outcome], activations: int, repo
     for outcome in outcomes:
         times: dict[str, Any] = outcome.timer.times.summary() if outcome.timer is not None else {}
         device = times.get("device")
+        own = report.roofline(workload.moved_int8, workload.flops, workload.dtype) if outcome.side.int8 else floor
         sides[outcome.side.name] = {
             **times,
             "method": outcome.timer.method if outcome.timer is not None else "",
-            "roofline share": floor / device if floor is not None and device else None,
+            "int8": outcome.side.int8,
+            "roofline ms": own,
+            "roofline share": own / device if own and device else None,
             "error": outcome.error,
             "error from eager": outcome.from_eager,
             "compile seconds": outcome.compile_seconds,

@@ -15,6 +15,7 @@ from bench.generate import cache_argument, static_cache
 from bench.memory import held
 from bench.report import Report, Settings
 from bench.tables import summary
+from bench.weights import rounded
 
 STEPS = 10  # back to back, in a block
 
@@ -58,6 +59,11 @@ def model_of(name: str, settings: Settings, layers: int | None, positions: int, 
         shape, count = shape.small(), layers or 2
     model = shapes.build(shape, count, positions, DTYPES[dtype], settings.device, hot)
     return model, f"{name}{' (toy)' if settings.small else ''}, {count} layers, {dtype}"
+
+
+def same(model: Any) -> Any:
+    """The model, unchanged."""
+    return model
 
 
 def layers_weight(model: Any) -> float:
@@ -127,8 +133,8 @@ def decode(model: Any, title: str, batch: int, room: int, live: int | None) -> W
     def compile_for(side: Side) -> list[Callable[[], Tensor]]:
         return [call_for(side)] * STEPS
 
-    def reference() -> Tensor:
-        wide = copy.deepcopy(model).to(WIDER[model.dtype])
+    def reference(change: Callable[[Any], Any] = same) -> Tensor:
+        wide = change(copy.deepcopy(model).to(WIDER[model.dtype]))
         cache.rewind()
         own = cache.widened(wide, batch, room)
         own.rewind()
@@ -141,7 +147,9 @@ def decode(model: Any, title: str, batch: int, room: int, live: int | None) -> W
         compile_for=compile_for,
         reference=reference,
         prepare=cache.rewind,
+        rounded=lambda: reference(rounded),
         moved=shapes.weight_bytes(model) + shapes.cache_bytes(model, batch, live),
+        moved_int8=shapes.int8_bytes(model) + shapes.cache_bytes(model, batch, live),
         checked=2,  # the second step reads what the first one wrote
         weight=layers_weight(model),
         held=held(model, cache.cache),
@@ -159,8 +167,8 @@ def encode(model: Any, title: str, batch: int, length: int) -> Workload:
         forward = side.compile(model)
         return [lambda: forward(**inputs).last_hidden_state] * STEPS
 
-    def reference() -> Tensor:
-        return copy.deepcopy(model).to(WIDER[model.dtype])(**inputs).last_hidden_state[None]
+    def reference(change: Callable[[Any], Any] = same) -> Tensor:
+        return change(copy.deepcopy(model).to(WIDER[model.dtype]))(**inputs).last_hidden_state[None]
 
     return Workload(
         title=f"{title}, b{batch}, {length} tokens",
@@ -168,7 +176,9 @@ def encode(model: Any, title: str, batch: int, length: int) -> Workload:
         dtype=model.dtype,
         compile_for=compile_for,
         reference=reference,
+        rounded=lambda: reference(rounded),
         moved=shapes.weight_bytes(model),
+        moved_int8=shapes.int8_bytes(model),
         weight=layers_weight(model),
         held=held(model),
     )

@@ -19,58 +19,102 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
-from bench.report import Report, Settings, figure
+from bench.report import figure
 from bench.tables import best_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST = 0.4  # of a row's expected seconds must be left for it to begin
 PATIENCE = 2.5  # times its expected seconds a row may take
+LONGEST = 170  # seconds that a side may be compiled, so that one which takes longer does not take the others' time
 SPARE = 8.0  # seconds before the end of its time by which a benchmark stops by itself
 
+# Sides that take the place of the rows' own.
 SIDES = {
+    "own": "",
     "ours": "dsi,dsi-reduce-overhead",
     "quick": "reduce-overhead,dsi,dsi-reduce-overhead",
     "tuned": "reduce-overhead,dsi,dsi-max-autotune",
     "slow": "max-autotune-no-cudagraphs,dsi",
 }
-COMPILES = {"max-autotune": 80.0, "max-autotune-no-cudagraphs": 80.0, "dsi-max-autotune": 45.0, "dsi-max-autotune-no-cudagraphs": 45.0}
+# Seconds that a side adds, compiled for one workload of a few layers. Inductor's autotuning measures on the device.
+COMPILES = {
+    "default": 20.0,
+    "reduce-overhead": 18.0,
+    "max-autotune": 75.0,
+    "max-autotune-no-cudagraphs": 75.0,
+    "int8-recipe": 75.0,
+    "torchao": 75.0,
+    "dsi": 9.0,
+    "dsi-reduce-overhead": 6.0,
+    "dsi-laid-out": 6.0,
+    "dsi-int8": 12.0,
+    "dsi-max-autotune": 45.0,
+    "dsi-max-autotune-no-cudagraphs": 45.0,
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One benchmark: the words of its command, the seconds that it takes with quick sides, and how many workloads a side is compiled for
-    (0: it has sides of its own)."""
+    """One benchmark: the words of its command, the seconds that it takes besides compiling its `sides`, and how many workloads these are
+    compiled for (0: the command has ways of its own, and `seconds` is all)."""
 
     name: str
     words: tuple[str, ...]
     seconds: float
-    workloads: int = 1
+    sides: str = ""
+    workloads: int = 0
 
-    def expected(self, sides: Sequence[str]) -> float:
-        """Seconds with these sides."""
-        return self.seconds + self.workloads * sum(COMPILES.get(side, 0.0) for side in sides)
+    def against(self, sides: str) -> str:
+        """The sides that it is run with, where others than its own may be asked for."""
+        return sides or self.sides if self.workloads else ""
+
+    def expected(self, sides: str = "") -> float:
+        """Seconds, with these sides instead of its own."""
+        return self.seconds + self.workloads * sum(COMPILES.get(side, 5.0) for side in self.against(sides).split(",") if side)
 
 
+MAX = "max-autotune-no-cudagraphs"
+LIVE = ("--live", "128")  # tokens of a cache of 512
+SHORT = ("--cache", "64", "--live", "32")
 ROWS = (
-    Row("gpt2", ("decode", "--cases", "gpt2"), 45),
-    Row("8b", ("decode", "--cases", "llama-3-8b", "--batches", "1,16,4,8"), 150, 4),
-    Row("1b", ("decode", "--cases", "llama-3.2-1b"), 60),
-    Row("gpt2-xl", ("decode", "--cases", "gpt2-xl"), 90),
-    Row("7b", ("decode", "--cases", "llama-7b"), 55),
-    Row("regions", ("regions",), 120, 12),
-    Row("compile", ("compile", "--sides", "dsi"), 110, 0),
-    Row("prefill", ("prefill", "--cases", "llama-3-8b"), 100, 2),
-    Row("bert-large", ("decode", "--cases", "bert-large"), 55),
-    Row("live", ("decode", "--cases", "llama-3-8b", "--batches", "16", "--layers", "4", "--cache", "4096", "--live", "512,4080"), 75, 2),
-    Row("repeat", ("repeat",), 100, 0),
-    Row("sanitize", ("sanitize",), 150, 0),
-    Row("8b-full", ("decode", "--cases", "llama-3-8b", "--layers", "32"), 130),
-    Row("attention", ("attention",), 90, 0),
-    Row("generate", ("generate",), 200, 0),
-    Row("deepspeed-768", ("deepspeed", "--width", "768"), 150, 0),
-    Row("deepspeed-1600", ("deepspeed", "--width", "1600"), 60, 0),
-    Row("deepspeed-4096", ("deepspeed", "--width", "4096"), 60, 0),
-    Row("compile-compared", ("compile", "--sides", "dsi,default,max-autotune-no-cudagraphs", "--layers", "4"), 330, 0),
+    Row("gpt2", ("decode", "--cases", "gpt2", *LIVE), 25, f"reduce-overhead,{MAX},dsi,dsi-laid-out,dsi-laid-out-reduce-overhead", 1),
+    Row("8b-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, f"{MAX},dsi,dsi-int8", 1),
+    Row("8b-1", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, f"reduce-overhead,{MAX},dsi,dsi-int8", 1),
+    Row("generate-gpt2", ("generate", "--cases", "gpt2"), 90),
+    Row("gpt2-xl", ("decode", "--cases", "gpt2-xl", *LIVE), 65, "reduce-overhead,dsi,dsi-laid-out", 1),
+    Row("1b", ("decode", "--cases", "llama-3.2-1b", *LIVE), 30, f"reduce-overhead,{MAX},dsi", 1),
+    Row("int8", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, "int8-recipe,torchao,dsi,dsi-int8", 1),
+    Row("8b-4-8", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "4,8", *LIVE), 30, f"{MAX},dsi,dsi-int8", 2),
+    Row("generate-8b", ("generate", "--cases", "llama-3-8b", "--sides", "static,dsi"), 130),
+    Row("generate-smollm2", ("generate", "--cases", "smollm2-135m", "--sides", "static,dsi"), 110),
+    Row("bert-large", ("decode", "--cases", "bert-large"), 35, f"eager,reduce-overhead,{MAX},dsi", 1),
+    Row("prefill-512", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "512"), 25, f"{MAX},dsi", 1),
+    Row("prefill-2048", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "2048"), 25, f"{MAX},dsi", 1),
+    Row(
+        "live",
+        ("decode", "--cases", "llama-3-8b", "--batches", "16", "--layers", "4", "--cache", "4096", "--live", "512,4080"),
+        25,
+        "dsi",
+        2,
+    ),
+    Row("regions-1600", ("regions", "--widths", "1600"), 20, "eager,reduce-overhead,dsi,dsi-reduce-overhead", 1),
+    Row("regions", ("regions", "--widths", "4256,12288"), 40, "eager,reduce-overhead,dsi,dsi-reduce-overhead", 1),
+    Row("memory", ("memory", "--cases", "llama-3-8b"), 75),
+    Row("int8-rows", ("decode", "--cases", "llama-3-8b", "--layers", "4", *SHORT, "--batches", "2,32,64,128,512"), 35, "dsi,dsi-int8", 5),
+    Row("compile", ("compile", "--sides", "dsi"), 75),
+    Row("7b", ("decode", "--cases", "llama-7b", "--layers", "4", *LIVE), 25, f"{MAX},dsi", 1),
+    Row("gpt2-xl-12", ("decode", "--cases", "gpt2-xl", "--layers", "12", *LIVE), 25, f"reduce-overhead,{MAX},dsi,dsi-laid-out", 1),
+    Row("8b-full", ("decode", "--cases", "llama-3-8b", "--layers", "32", *LIVE), 60, "reduce-overhead,dsi,dsi-int8", 1),
+    Row("repeat", ("repeat",), 100),
+    Row("sanitize", ("sanitize",), 150),
+    Row("attention", ("attention",), 60, "eager,dsi", 0),
+    Row(
+        "int8-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, "int8-recipe,torchao,dsi,dsi-int8", 1
+    ),
+    Row("deepspeed-768", ("deepspeed", "--width", "768"), 150),
+    Row("deepspeed-1600", ("deepspeed", "--width", "1600"), 60),
+    Row("deepspeed-4096", ("deepspeed", "--width", "4096"), 60),
+    Row("compile-compared", ("compile", "--sides", f"dsi,default,{MAX}", "--layers", "4"), 330),
 )
 
 
@@ -79,6 +123,7 @@ class Everything:
 
     def __init__(self, seconds: float, out: Path, sides: str, small: bool):
         self.out, self.small = out, small
+        self.program = [sys.executable, "-m", "bench"]
         self.sides = SIDES.get(sides, sides)
         self.ends = time.monotonic() + seconds
         self.states: list[dict[str, Any]] = []
@@ -95,7 +140,7 @@ class Everything:
     def run(self, rows: Sequence[Row]) -> bool:
         """Run the rows that fit; whether all ran well."""
         for row in rows:
-            expected = 0.0 if self.small else row.expected(self.sides.split(","))
+            expected = 0.0 if self.small else row.expected(self.sides)
             if self.left < max(LEAST * expected, 1.0):
                 self._note(row, "skipped", 0.0, f"{self.left:.0f} s are left, and it takes {expected:.0f}")
                 continue
@@ -110,8 +155,8 @@ class Everything:
     def _one(self, row: Row, limit: float) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "row.json"
-            command = [sys.executable, "-m", "bench", *row.words, "--json", str(file), "--budget", f"{max(limit - SPARE, 1):.0f}"]
-            command += ["--sides", self.sides] if row.workloads else []
+            command = [*self.program, *row.words, "--json", str(file), "--budget", f"{max(limit - SPARE, 1):.0f}"]
+            command += ["--sides", row.against(self.sides), "--limit", str(LONGEST)] if row.workloads else []
             command += ["--small"] if self.small else []
             began = time.monotonic()
             state, why = run_within(command, limit, self.log)
@@ -119,8 +164,11 @@ class Everything:
             if file.exists():  # whole, whatever has become of the process
                 content = json.loads(file.read_text())
                 self.runs.append({"row": row.name, **content})
-                if content.get("skipped") and state == "ok":
-                    state, why = "incomplete", f"skipped: {'; '.join(content['skipped'])}"
+                failed = [
+                    f"{found.get('title', found.get('case', '?'))}: {found['problem']}" for found in content["rows"] if found.get("problem")
+                ]
+                if state == "ok" and (content.get("skipped") or failed):
+                    state, why = "incomplete", "; ".join([*(f"skipped: {name}" for name in content.get("skipped", ())), *failed])
                 for line in lines_of(content):
                     print(f"    {line}", flush=True)
             self._note(row, state, took, why)
@@ -186,10 +234,12 @@ def chosen(names: str) -> list[Row]:
     return [known[name] for name in names.split(",")]
 
 
-def listing(sides: str) -> Report:
-    """Print the rows and the seconds that each is expected to take."""
-    report = Report("all", Settings())
-    named = SIDES.get(sides, sides).split(",")
-    lines = [(row.name, f"{row.expected(named):.0f}", " ".join(row.words)) for row in ROWS]
-    report.table(f"Rows, with the sides {', '.join(named)}", ("row", "seconds", "command"), lines)
-    return report
+def listing(sides: str) -> None:
+    """Print the rows, the seconds that each is expected to take, and those up to its end."""
+    named, sum_ = SIDES.get(sides, sides), 0.0
+    print(f"{'row':18}{'seconds':>8}{'so far':>8}  command")
+    for row in ROWS:
+        sum_ += row.expected(named)
+        against = row.against(named)
+        words = " ".join([*row.words, *(["--sides", against] if against else [])])
+        print(f"{row.name:18}{row.expected(named):8.0f}{sum_:8.0f}  {words}")

@@ -10,7 +10,6 @@ import copy
 import gc
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import models, path, shapes, timing
-from bench.comparators import DTYPES
+from bench import models, path, shapes, timing, weights
+from bench.comparators import DTYPES, sentence
 from bench.report import Report, Settings, figure
 
 SIDES = ("eager", "static", "dsi")
@@ -94,7 +93,12 @@ def run(
         sides = [_side(kind, work, options) for kind in against]
         for side in sides:
             _warm(side, work, report)
-        _interleave([side for side in sides if not side.problem], work, settings.blocks)
+        timed = [side for side in sides if not side.problem]
+        try:
+            _interleave(timed, work, settings.blocks)
+        except Exception as error:  # where the device failed, what is known is kept
+            for side in timed:
+                side.problem = sentence(error)
         report.add(_row(work, sides))
         _print(report.rows[-1], report)
         del work, sides
@@ -141,6 +145,8 @@ def _side(name: str, work: Workload, options: dict[str, Any] | None) -> Side:
     path.backend()
     from dsi.engine.generation import Generator
 
+    if model.device.type == "cuda" and any(type(module).__name__ == "Conv1D" for module in model.modules()):
+        model = weights.prepared("laid out", model)  # a copy, as `init_inference` has it; the other sides keep theirs
     engine = Generator(model, max_out_tokens=max(1024, work.ids.shape[1] + work.new), options=options)
     return Side(name, engine.generate, engine)
 
@@ -158,8 +164,7 @@ def _warm(side: Side, work: Workload, report: Report) -> None:
             side.tokens = _call(side, work)
         _call(side, work, FirstToken() if work.ids.shape[0] == 1 else None)
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        side.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
+        side.problem = sentence(error)
     report.say(f"{work.title}: {side.name}, first call {side.seconds:.1f} s{f': {side.problem}' if side.problem else ''}")
 
 
@@ -206,8 +211,37 @@ def device_step(engine: Any) -> float | None:
     return statistics.median(times)
 
 
+def host_step(side: Side, work: Workload) -> float | None:
+    """Microseconds of the host for one decode step of the engine: until a call for all tokens has returned, the device still at work, over
+    those of one for two. Nobody asks for a token or for an end, so that the host waits for nothing; None where it does."""
+    if side.engine is None or not torch.cuda.is_available() or work.new <= 4:
+        return None
+    settings = getattr(side.engine.model, "generation_config", None)
+    ends = getattr(settings, "eos_token_id", None)
+
+    def issued(new: int) -> float:
+        timing.synchronize()
+        began = time.perf_counter()
+        side.generate(work.ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+        seconds = time.perf_counter() - began
+        timing.synchronize()
+        return seconds
+
+    try:
+        if settings is not None:
+            settings.eos_token_id = None
+        for new in (work.new, 2) * 3:  # whatever is compiled or recorded anew for an end that is not looked for
+            issued(new)
+        return 1e6 * statistics.median(issued(work.new) - issued(2) for _ in range(5)) / (work.new - 2)
+    finally:
+        if settings is not None:
+            settings.eos_token_id = ends
+
+
 def _row(work: Workload, sides: Sequence[Side]) -> dict[str, Any]:
-    reference = next((side.tokens for side in sides if side.name == "eager" and side.tokens is not None), None)
+    judge = next((side for side in sides if side.name == "eager" and side.tokens is not None), None)
+    judge = judge or next((side for side in sides if side.tokens is not None), None)
+    reference = None if judge is None else judge.tokens
     rows = {}
     for side in sides:
         found: dict[str, Any] = {"problem": side.problem, "first call seconds": side.seconds}
@@ -221,11 +255,16 @@ def _row(work: Workload, sides: Sequence[Side]) -> dict[str, Any]:
                 "later": None if first is None or work.new < 2 else 1e3 * (wall - first) / (work.new - 1),
             }
         if side.engine is not None and not side.problem:
-            found["device"] = device_step(side.engine)
+            try:
+                found["device"] = device_step(side.engine)
+                found["host us"] = host_step(side, work)
+            except Exception as error:
+                found["problem"] = sentence(error)
             found["in transformers' loop because"] = side.engine.why_not_ours
             if side.engine.loop is not None:
                 found["no graph because"] = side.engine.loop.steps.problem
         if reference is not None and side.tokens is not None:
+            found["tokens as"] = judge.name if judge is not None else ""
             found["tokens as eager"] = _common(side.tokens, reference)
         rows[side.name] = found
     return {"title": work.title, **copy.copy(work.facts), "sides": rows}
@@ -239,12 +278,13 @@ def _common(ours: Tensor, theirs: Tensor) -> int:
     return int(equal.min())
 
 
-COLUMNS = ("side", "ms a token", "tokens/s", "first ms", "later ms", "device ms", "wall/dev", "x", "as eager", "compile s")
+COLUMNS = ("side", "ms a token", "tokens/s", "first ms", "later ms", "device ms", "wall/dev", "host us", "x", "same", "compile s")
 
 
 def _print(row: dict[str, Any], report: Report) -> None:
     """One workload: milliseconds a token of a whole call; of the first token; of each later one; of the device for a decode step, and the
-    later ones over it; "x": a side's time over dsi's; tokens that are eager's before the first that is not; seconds of the first call."""
+    later ones over it; the host's share of a step; "x": a side's time over dsi's; "same": tokens that are eager's (without it, the first
+    side's) before the first that is not; seconds of the first call."""
     ours = row["sides"].get("dsi", {}).get("wall")
     lines = []
     for name, found in row["sides"].items():
@@ -258,6 +298,7 @@ def _print(row: dict[str, Any], report: Report) -> None:
                 figure(later, ".4f"),
                 figure(device, ".4f"),
                 figure(later / device if later and device else None, ".3f"),
+                figure(found.get("host us"), ".1f"),
                 figure(wall / ours if wall and ours else None, ".2f"),
                 str(found.get("tokens as eager", "-")),
                 figure(found["first call seconds"], ".0f"),

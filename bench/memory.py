@@ -29,12 +29,12 @@ class Meter:
     def __init__(self, held: int):
         self.held = held
         self._before = allocated()
-        _forget_peak()
+        forget_peak()
 
     def compiled(self) -> None:
         """What comes is the running."""
         self._compiling = self._since()
-        _forget_peak()
+        forget_peak()
 
     def done(self) -> Memory:
         """The side has run."""
@@ -69,7 +69,7 @@ def _tensors(things: Iterable[Any]) -> Iterable[Tensor]:
 def transient(run: Callable[[], Any]) -> int:
     """Bytes that are allocated at once while `run` runs, more than before it."""
     before = allocated()
-    _forget_peak()
+    forget_peak()
     run()
     return peak() - before
 
@@ -80,14 +80,15 @@ def allocated() -> int:
 
 
 def peak() -> int:
-    """The most bytes since `_forget_peak`."""
+    """The most bytes since `forget_peak`."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
+    """`peak` begins anew."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

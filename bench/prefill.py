@@ -10,10 +10,11 @@ from torch import Tensor
 
 from bench import shapes
 from bench.comparators import DTYPES, WIDER, Side, Workload, compare
-from bench.decode import Cache, layers_weight, model_of, token_ids
+from bench.decode import Cache, layers_weight, model_of, same, token_ids
 from bench.memory import held
 from bench.report import Report, Settings
 from bench.tables import summary
+from bench.weights import rounded
 
 CALLS = 4  # back to back, in a block
 
@@ -49,8 +50,8 @@ def prefill(model: Any, title: str, batch: int, length: int) -> Workload:
 
         return [call] * CALLS
 
-    def reference() -> Tensor:
-        wide = copy.deepcopy(model).to(WIDER[model.dtype])
+    def reference(change: Callable[[Any], Any] = same) -> Tensor:
+        wide = change(copy.deepcopy(model).to(WIDER[model.dtype]))
         own = Cache(wide, batch, length, 0)
         return wide(input_ids=ids, logits_to_keep=1, **own.argument).logits[None]
 
@@ -61,7 +62,9 @@ def prefill(model: Any, title: str, batch: int, length: int) -> Workload:
         dtype=model.dtype,
         compile_for=compile_for,
         reference=reference,
+        rounded=lambda: reference(rounded),
         moved=shapes.weight_bytes(model) + shapes.cache_bytes(model, batch, length),
+        moved_int8=shapes.int8_bytes(model) + shapes.cache_bytes(model, batch, length),
         flops=shapes.weight_flops(model, batch * length, batch) + shapes.attention_flops(config, batch, length, length, causal=True),
         weight=layers_weight(model),
         held=held(model, cache.cache),

@@ -75,6 +75,12 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in _streamed(model))
 
 
+def int8_bytes(model: nn.Module) -> int:
+    """`weight_bytes` where the weights of linears are int8 with an fp32 scale a row."""
+    linears = {id(module.weight): module.weight.shape[0] for module in model.modules() if isinstance(module, nn.Linear)}
+    return sum(p.numel() + 4 * linears[id(p)] if id(p) in linears else p.numel() * p.element_size() for p in _streamed(model))
+
+
 def weight_flops(model: nn.Module, rows: int, head_rows: int) -> float:
     """Operations of all linears for `rows` tokens, the output head's for `head_rows`, a multiply-add counted twice."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -51,8 +51,17 @@ def print_row(row: dict[str, Any], report: Report) -> None:
 
 
 def best_of(row: dict[str, Any], what: str, ours: bool) -> tuple[str, float | None]:
-    """The fastest of dsi's sides, or of the others, by "device" or "wall", and its milliseconds."""
-    times = {name: found[what] for name, found in row["sides"].items() if name.startswith("dsi") == ours and found.get(what)}
+    """The fastest of dsi's sides, or of the others, by "device" or "wall", and its milliseconds; those that read int8 weights apart."""
+    return _best({name: found for name, found in row["sides"].items() if not found.get("int8")}, what, ours)
+
+
+def best_int8(row: dict[str, Any], what: str, ours: bool) -> tuple[str, float | None]:
+    """`best_of` among those that read int8 weights."""
+    return _best({name: found for name, found in row["sides"].items() if found.get("int8")}, what, ours)
+
+
+def _best(sides: dict[str, Any], what: str, ours: bool) -> tuple[str, float | None]:
+    times = {name: found[what] for name, found in sides.items() if name.startswith("dsi") == ours and found.get(what)}
     return min(times.items(), key=lambda item: item[1]) if times else ("-", None)
 
 
@@ -76,3 +85,20 @@ def summary(report: Report) -> None:
             )
         )
     report.table("Summary", ("case", "dsi ms", "roof", "best other", "its x", "eager x wall"), lines)
+    _int8_summary(report)
+
+
+def _int8_summary(report: Report) -> None:
+    """One line a workload with int8 sides: dsi's, and over it dsi without int8, the best other without, and the others with."""
+    lines = []
+    for row in report.rows:
+        name, ours = best_int8(row, "device", ours=True)
+        if ours is None:
+            continue
+        found = row["sides"][name]
+        others = [best_of(row, "device", ours=True)[1], best_of(row, "device", ours=False)[1]]
+        others += [row["sides"].get(side, {}).get("device") for side in ("int8-recipe", "torchao")]
+        ratios = [figure(other / ours if other else None, ".2f") for other in others]
+        lines.append((row["title"], figure(ours, ".4f"), figure(found.get("roofline share"), ".2f"), *ratios))
+    if lines:
+        report.table("int8 weights", ("case", "dsi ms", "roof", "x dsi", "x best other", "x recipe", "x torchao"), lines)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from bench import compile_time, everything, plot
 from bench.__main__ import app
+from bench.comparators import sides_of
 from bench.everything import Everything, Row
 
 
@@ -52,7 +53,7 @@ def ran(monkeypatch):
 def test_one_that_fails_loses_no_other(ran, tmp_path, capsys):
     commands, ends = ran
     ends["prefill"] = (("failed", "exit status 1: no such kernel"), None)
-    rows = [Row("a", ("prefill",), 10), Row("b", ("decode",), 10), Row("c", ("repeat",), 10, 0)]
+    rows = [Row("a", ("prefill",), 10, "dsi", 1), Row("b", ("decode",), 10, "dsi", 1), Row("c", ("repeat",), 10)]
     assert not Everything(1000, tmp_path, "quick", small=False).run(rows)
     found = json.loads((tmp_path / "results.json").read_text())
     assert [state["state"] for state in found["states"]] == ["failed", "ok", "ok"]
@@ -61,11 +62,69 @@ def test_one_that_fails_loses_no_other(ran, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "no such kernel" in printed and "8.00 x" in printed and "roofline 0.50" in printed
     assert [("--sides" in command) for command, _ in commands] == [True, True, False]
+    assert commands[0][0][commands[0][0].index("--sides") + 1] == everything.SIDES["quick"]
+
+
+def test_rows_have_sides_of_their_own(ran, tmp_path):
+    commands, _ = ran
+    Everything(1000, tmp_path, "own", small=False).run([Row("b", ("decode",), 10, "dsi,torchao", 1)])
+    ((command, _),) = commands
+    assert command[command.index("--sides") + 1] == "dsi,torchao"
+
+
+def test_a_row_of_which_a_part_failed_is_incomplete(ran, tmp_path):
+    _, ends = ran
+    broken = {"title": "b512", "sides": {}, "problem": "OutOfMemoryError: 3 GB"}
+    ends["decode"] = (("ok", ""), {"machine": {}, "rows": [broken], "skipped": ["b1024"]})
+    assert not Everything(1000, tmp_path, "own", small=False).run([Row("b", ("decode",), 10, "dsi", 1)])
+    (state,) = json.loads((tmp_path / "results.json").read_text())["states"]
+    assert state["state"] == "incomplete" and "b512: OutOfMemoryError" in state["why"] and "b1024" in state["why"]
+
+
+FAKE = """
+import json, os, subprocess, sys, time
+kind, file = sys.argv[1], sys.argv[sys.argv.index("--json") + 1]
+row = {"title": kind, "device": "chip", "sides": {"dsi": {"wall": 1.0, "roofline share": 0.5, "kernels": {}}}}
+if kind != "early":
+    with open(file, "w") as out:
+        json.dump({"machine": {}, "rows": [row], "skipped": []}, out)
+print("begun", flush=True)
+if kind in ("abort", "early"):
+    os.abort()
+if kind == "hang":
+    subprocess.run(["sleep", "60"])
+if kind == "fault":
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+
+
+def test_rows_that_abort_hang_or_fault_leave_the_others_and_what_they_had(tmp_path):
+    """In real processes: the compiler's abort, a row past its time with a child, a device that failed."""
+    run_ = Everything(60, tmp_path, "own", small=False)
+    run_.program = [sys.executable, "-c", FAKE]
+    kinds = ("early", "abort", "hang", "fault", "fine")
+    begun = time.monotonic()
+    assert not run_.run([Row(kind, (kind,), 0.8 if kind == "hang" else 5.0) for kind in kinds])
+    assert time.monotonic() - begun < 40
+    found = json.loads((tmp_path / "results.json").read_text())
+    states = {state["row"]: state for state in found["states"]}
+    assert [states[kind]["state"] for kind in kinds] == ["failed", "failed", "stopped", "failed", "ok"]
+    assert "illegal memory access" in states["fault"]["why"]
+    assert [part["row"] for part in found["runs"]] == ["abort", "hang", "fault", "fine"]
+    assert (tmp_path / "roofline.svg").exists()
+
+
+def test_what_is_left_when_the_time_is_over_is_named(tmp_path):
+    run_ = Everything(0.5, tmp_path, "own", small=False)
+    run_.program = [sys.executable, "-c", FAKE]
+    assert not run_.run([Row("fine", ("fine",), 5.0), Row("late", ("fine",), 5.0)])
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [state["state"] for state in found["states"]] == ["skipped", "skipped"] and found["runs"] == []
 
 
 def test_what_does_not_fit_the_time_is_skipped(ran, tmp_path):
     commands, _ = ran
-    rows = [Row("long", ("decode",), 500), Row("short", ("decode",), 20)]
+    rows = [Row("long", ("decode",), 500), Row("short", ("decode",), 20)]  # neither has sides
     assert not Everything(100, tmp_path, "quick", small=False).run(rows)
     states = json.loads((tmp_path / "results.json").read_text())["states"]
     assert [state["state"] for state in states] == ["skipped", "ok"]
@@ -74,8 +133,10 @@ def test_what_does_not_fit_the_time_is_skipped(ran, tmp_path):
 
 
 def test_sides_that_compile_long_are_counted():
-    row = Row("8b", ("decode",), 60, 4)
-    assert row.expected(["dsi"]) == 60 and row.expected(["max-autotune", "dsi"]) == 60 + 4 * everything.COMPILES["max-autotune"]
+    row, known = Row("8b", ("decode",), 60, "dsi", 4), everything.COMPILES
+    assert row.expected() == 60 + 4 * known["dsi"]
+    assert row.expected("max-autotune,dsi") == 60 + 4 * (known["max-autotune"] + known["dsi"])
+    assert Row("repeat", ("repeat",), 60).expected("max-autotune") == 60
 
 
 def test_a_command_is_stopped_with_what_it_started(tmp_path):
@@ -95,8 +156,12 @@ def test_every_row_is_a_command_that_is_understood(tmp_path):
     group = get_command(app)
     for row in everything.ROWS:
         command = group.commands[row.words[0]]
-        more = ["--json", str(tmp_path / "x"), "--budget", "5", "--small", *(["--sides", "dsi"] if row.workloads else [])]
+        more = ["--json", str(tmp_path / "x"), "--budget", "5", "--small"]
+        more += ["--sides", row.sides, "--limit", "9"] if row.workloads else []
         command.make_context(row.words[0], [*row.words[1:], *more])  # raises where an option is unknown
+        assert not row.sides or sides_of(row.sides)
+    names = [row.name for row in everything.ROWS]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(("words", "named"), [(("--rows", "gpt5"), "gpt5"), (("--sides", "fastest"), "fastest")])
