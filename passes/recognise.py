@@ -22,6 +22,7 @@ from dsi.patterns.rules.repeated_heads import RepeatedHeads
 from dsi.patterns.rules.rms_norm import RmsNorm
 from dsi.patterns.rules.rms_norm_fused import RmsNormFused
 from dsi.patterns.rules.rope import Rope
+from dsi.patterns.rules.rope_parts import RopeParts
 from dsi.patterns.rules.silu import Silu
 from dsi.patterns.rules.tanh import Tanh
 from dsi.patterns.rules.view_chain import ViewChain
@@ -44,6 +45,7 @@ RULES: tuple[type[Rule], ...] = (
     Tanh,
     Gated,
     Rope,
+    RopeParts,
     PartialRope,
     KvWrite,
     Embedding,

@@ -25,6 +25,7 @@ from .repeated_heads import RepeatedHeads
 from .rms_norm import RmsNorm
 from .rms_norm_fused import RmsNormFused
 from .rope import Rope
+from .rope_parts import RopeParts
 from .silu import Silu
 from .softmax_cast import SoftmaxCast
 from .split_spelling import SplitSpelling
@@ -59,6 +60,7 @@ RULES: tuple[type[Rule], ...] = (
     RmsNorm,
     RmsNormFused,
     Rope,
+    RopeParts,
     Silu,
     SoftmaxCast,
     SplitSpelling,

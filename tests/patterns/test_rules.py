@@ -316,6 +316,29 @@ case("not rope: pairs stacked the other way", {"rope": 0}, Q, COS, SIN)(
 )
 
 
+def parts(a, b, c, s):
+    return a * c - b * s, b * c + a * s
+
+
+C4, S4 = randn(2, 1, 5, 4), randn(2, 1, 5, 4)
+case("rope by parts: halves", {"rope_parts": 1}, Q, C4, S4)(lambda q, c, s: torch.cat(parts(*q.chunk(2, -1), c, s), -1))
+case("rope by parts: pairs", {"rope_parts": 1}, Q, C4, S4)(
+    lambda q, c, s: torch.stack(parts(q[..., ::2], q[..., 1::2], c, s), -1).flatten(-2)
+)
+case("rope by parts: pairs of a view", {"rope_parts": 1}, Q, C4, S4)(
+    lambda q, c, s: torch.stack(parts(*q.reshape(2, 3, 5, 4, 2).unbind(-1), c, s), -1).flatten(3)
+)
+case("not rope by parts: turned the other way", {"rope_parts": 0}, Q, C4, S4)(
+    lambda q, c, s: (lambda a, b: torch.cat([a * c + b * s, b * c - a * s], -1))(*q.chunk(2, -1))
+)
+case("not rope by parts: halves joined as pairs", {"rope_parts": 0}, Q, C4, S4)(
+    lambda q, c, s: torch.stack(parts(*q.chunk(2, -1), c, s), -1).flatten(-2)
+)
+case("not rope by parts: a table an entry", {"rope_parts": 0}, Q[..., :1, :2], randn(2, 1, 5, 4), randn(2, 1, 5, 4))(
+    lambda q, c, s: torch.cat(parts(*q.chunk(2, -1), c, s), -1)
+)
+
+
 def partial(q, c, s, turn=rotate_half, r=8, after=8):
     head = q[..., :r]
     return torch.cat([head * c[:, None] + turn(head) * s[:, None], q[..., after:]], -1)
