@@ -7,6 +7,7 @@ derivatives included.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -88,7 +89,7 @@ def _node_reason(node: fx.Node) -> str | None:
     if isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value):
             return f"a value is a tensor subclass ({type(value).__name__})"
-        if value.is_complex():
+        if value.is_complex() and not _turns(node, value):
             return "a value is complex"
         if value.device.type not in (*DEVICES, "meta"):
             return f"a value is on {value.device.type}; dsi compiles for {' and '.join(DEVICES)}"
@@ -102,6 +103,20 @@ def _node_reason(node: fx.Node) -> str | None:
     if is_random(node):
         return "an operator is random"
     return None
+
+
+# What is done to complex values to turn pairs of channels; all else that is complex is exact only as it is.
+_TURNING = {
+    *(torch.polar, torch.view_as_complex, torch.mul, operator.mul, operator.getitem, torch.unsqueeze, torch.reshape, torch.permute),
+    *("mul", "unsqueeze", "view", "reshape", "expand", "transpose", "permute", "to", "contiguous"),
+}
+
+
+def _turns(node: fx.Node, value: torch.Tensor) -> bool:
+    """Whether a complex value is an input, or made as rotary embedding makes it of values that are no conjugates."""
+    if value.is_conj() or value.dtype not in (torch.complex64, torch.complex128):
+        return False
+    return node.op in ("placeholder", "get_attr") or (node.target in _TURNING and not any(isinstance(a, complex) for a in node.args))
 
 
 # --------------------------------------------------------------------------------------------------------------------- randomness

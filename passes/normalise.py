@@ -1,4 +1,4 @@
-"""normalise: casts, copies and views tidied, so that the rules after it meet one spelling of everything."""
+"""normalise: complex values in reals, casts, copies and views tidied, so that the rules after it meet one spelling of everything."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from dsi.patterns.rules.view_chain import ViewChain
 from dsi.patterns.rules.view_spelling import ViewSpelling
 from torch import fx
 
+from .complexes import in_reals
+
 # Run in this order, over and over until none applies.
 RULES: tuple[type[Rule], ...] = (
     ViewSpelling,
@@ -41,6 +43,7 @@ RULES: tuple[type[Rule], ...] = (
 
 
 def normalise(gm: fx.GraphModule, context: Context) -> None:
-    """Applies `RULES`, and the user's rules of this stage before them, to a fixpoint."""
+    """Writes complex values in reals, then applies `RULES`, and the user's rules of this stage before them, to a fixpoint."""
+    in_reals(gm, context)
     own = tuple(rule for rule in getattr(context.options, "rules", ()) if rule.stage == "normalise")
     apply_rules(gm, (*own, *RULES), context, fixpoint=True)
