@@ -4,8 +4,8 @@ q, k and v are [B, H, *, *], flattened to B·H matrices for the products. The sc
 product's `alpha` (ALiBi, as `baddbmm`), or is not there; scores may be capped by tanh, biased by position, masked by an added mask or by a
 choice, and widened for the softmax. A choice between a score and a number becomes an added bias, which is the same where that number drowns
 every score. Sinks are scores of one more key a head, appended to the others for the softmax and dropped after it.
-Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), Gemma 2 (cap),
-GPT-OSS (sinks).
+Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), MPT (bias and choice),
+Gemma 2 (cap), GPT-OSS (sinks).
 """
 
 import math
@@ -80,12 +80,12 @@ class Attention(Rule):
         flat_scores = op.view(product.named("product"), sizes).named("scores")
         scores = op.either("scale", mul=lambda: flat_scores * scale, div=lambda: flat_scores / scale, none=lambda: flat_scores)
         scores = op.either("cap", tanh=lambda: cap * op.tanh(scores / cap), none=lambda: scores)
-        chosen = op.either(
-            "choice",
-            where=lambda: op.where(keep, scores, fill),
-            masked_fill=lambda: op.masked_fill(scores, keep, fill),
-            none=lambda: scores,
-        )
+
+        def filled(scores):
+            return {"where": lambda: op.where(keep, scores, fill), "masked_fill": lambda: op.masked_fill(scores, keep, fill)}
+
+        placed = op.either("placed", **filled((scores + position).named("biased first")))
+        chosen = op.either("choice", **filled(scores), biased=lambda: placed, none=lambda: scores)
         masked = op.either(
             "mask", added=lambda: chosen + mask, twice=lambda: (chosen + position).named("biased") + mask, none=lambda: chosen
         )
@@ -167,7 +167,10 @@ class Attention(Rule):
             m.require(m.dtype(name).is_floating_point, f"the {name} that is added is {m.dtype(name)}")
             m.require(m.broadcasts(m.shape(name), scores), f"the {name} {list(m.shape(name))} does not surely broadcast to {list(scores)}")
         if m.present("position"):
-            m.require(not m.present("keep") and not m.present("alibi"), "more than two terms are added to the scores")
+            m.require((m.tag("choice") == "biased") == m.present("keep"), "more than two terms are added to the scores")
+            m.require(
+                not (m.present("keep") and m.present("mask")) and not m.present("alibi"), "more than two terms are added to the scores"
+            )
         if m.present("keep"):
             m.require(m.dtype("keep") == torch.bool, f"the choice is made by {m.dtype('keep')}")
             m.require(
@@ -191,14 +194,16 @@ class Attention(Rule):
             scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
         if m.present("alpha"):
             scale *= m.alpha
-        bias = m.position
+        mask, bias = m.mask, m.position
+        if m.tag("choice") == "biased":
+            mask = m.position
         if m.present("alibi"):
             bias = dsi.aten.view(m.alibi, [m.sizes[0], m.sizes[1], dsi.size(m.alibi, 1), -1])
         elif m.present("keep"):
-            numbers = (0.0, m.fill) if m.tag("choice") == "where" else (m.fill, 0.0)
+            numbers = (0.0, m.fill) if "where" in (m.tag("choice"), m.tag("placed")) else (m.fill, 0.0)
             bias = dsi.call(torch.ops.aten.where.Scalar, m.keep, *numbers)
         q, v = (self._by_heads(dsi, m, name, flat) for name, flat in (("q", "rows"), ("v", "flat_values")))
-        return dsi.attention(q, k, v, m.mask, bias, m.sinks, scale=float(scale), softcap=float(m.cap or 0.0))
+        return dsi.attention(q, k, v, mask, bias, m.sinks, scale=float(scale), softcap=float(m.cap or 0.0))
 
     def _by_heads(self, dsi, m, name, flat):
         """The parameter as [B, H, *, *]."""
@@ -219,7 +224,9 @@ class Attention(Rule):
             "v": s.tensor_of(s.pick(([b, h, length, dv], [b * h, length, 1, dv]))),
             "mask": s.tensor_of(s.pick(([b, 1, t, length], [length], [1, h, 1, length]))),
             "position": s.tensor_of(s.pick(([1, h, t, length], [b, h, t, length], [h, 1, length]))),
-            "keep": s.mask_of(s.pick(([1, 1, t, length], [b, h, t, length])), invert=s.chosen("choice") == "masked_fill"),
+            "keep": s.mask_of(
+                s.pick(([1, 1, t, length], [b, h, t, length])), invert="masked_fill" in (s.chosen("choice"), s.chosen("placed"))
+            ),
             "alibi": s.tensor_of([b * h, s.pick((1, t)), length]),
             "flat_q": [b * h, t, d],
             "flat_k": [b * h, length, d] if keys == "flattened" else [b * h, d, length],

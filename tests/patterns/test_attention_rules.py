@@ -91,6 +91,18 @@ def test_a_choice_becomes_a_bias(fill):
     assert argument(node, "bias") is not None
 
 
+def test_a_bias_by_position_before_a_choice():
+    """As MPT does with ALiBi; a third term is one too many."""
+    bias = randn(H, 1, L)
+    hidden = lambda q, k, v, a, m: (q @ k.mT * 0.5 + a).masked_fill(~m, MIN).softmax(-1) @ v  # noqa: E731
+    node, _ = stages(hidden, Q, K, V, bias, KEEP)
+    assert argument(node, "mask") is not None and argument(node, "bias") is not None
+    node, _ = stages(lambda q, k, v, a, m: torch.where(m, q @ k.mT + a, MIN).softmax(-1) @ v, Q, K, V, bias, KEEP)
+    assert node is not None
+    three = lambda q, k, v, a, m, c: ((q @ k.mT + a).masked_fill(~m, MIN) + c).softmax(-1) @ v  # noqa: E731
+    assert stages(three, Q, K, V, bias, KEEP, MASK)[0] is None
+
+
 def test_rows_that_a_choice_hides_altogether_stay_as_in_eager():
     nothing = torch.zeros(1, 1, S, L, dtype=torch.bool)
     node, _ = stages(lambda q, k, v, m: torch.where(m, q @ k.mT, MIN).softmax(-1) @ v, Q, K, V, nothing)
