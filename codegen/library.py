@@ -210,7 +210,7 @@ class _Linear:
 
     def parts(self) -> Iterator[Part | LibraryCall]:
         if self.scratch and self.scratch[0].name == "rows":
-            product, given = apart.product_spec(self.spec, replace(self.choice, digits=0))
+            product, _, given = apart.product_spec(self.spec, replace(self.choice, digits=0))
             builder, grid, warps = apart.write_rows(self.spec, self.choice, product, given)
             yield f"{self.entry}_rows", builder, grid, warps, 1
         assert self.x is not None
