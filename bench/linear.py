@@ -47,6 +47,7 @@ class Case:
     k: int
     m: int
     dtype: torch.dtype
+    int8: bool = False  # weights in int8
 
 
 @dataclass(eq=False)
@@ -136,7 +137,7 @@ def _prepare(case: Case, plan: Plan, device: str, name: str, pool: CompilePool |
     from dsi.codegen import cost
     from dsi.codegen.devices import find_device
 
-    problem = Problem(case.form, case.n, case.k, case.m, case.dtype, device)
+    problem = Problem(case.form, case.n, case.k, case.m, case.dtype, device, case.int8)
     reset()
     figures = find_device(name)
     (own,) = cost.choices(problem.spec, figures)
@@ -179,6 +180,7 @@ def _measure(tried: Tried, plan: Plan, name: str, report: Report) -> None:
     _report(tried, plan, report)
     _keep(tried, plan, name)
     problem.sets.clear()
+    problem.packed.clear()
     problem.shared.clear()
 
 
@@ -285,7 +287,8 @@ def _report(tried: Tried, plan: Plan, report: Report) -> None:
     roofline = report.roofline(problem.moved)
     floor = roofline * 1e3 if roofline is not None else None
     report.add({"form": problem.form, "n": problem.n, "k": problem.k, "m": problem.m,
-                "dtype": str(problem.dtype).removeprefix("torch."), "copies": len(problem.sets), "bytes": problem.moved,
+                "dtype": str(problem.dtype).removeprefix("torch."), "int8": problem.int8,
+                "copies": len(problem.sets), "bytes": problem.moved,
                 "roofline us": floor, "library us": library,
                 "choices": [candidate.as_json(floor, library) for candidate in tried.candidates]})  # fmt: skip
     own, good = tried.candidates[0], tried.good or [c for c in tried.candidates if not c.problem]
@@ -365,6 +368,11 @@ def model_cases(names: Sequence[str], rows: Sequence[int], dtype: torch.dtype | 
             if n < 30000 or m <= 64:
                 found[Case(form, n, k, m, dtype or DTYPES[MODELS[name].dtype])] = None
     return list(found)
+
+
+def with_int8(cases: Sequence[Case]) -> list[Case]:
+    """Each case, and behind it the same with int8 weights, where these are stored [N, K]."""
+    return [one for case in cases for one in (case, dataclasses.replace(case, int8=True)) if not (one.int8 and one.form.endswith("kn"))]
 
 
 def parse_choices(text: str) -> list[dict[str, Any]]:

@@ -147,6 +147,7 @@ class Problem:
     """A form at N columns, K inner and M rows: inputs, the region that dsi makes of it, and the result in a wider dtype.
 
     There is one set of inputs at first; `fill` adds copies with other weights, until they do not fit the last-level cache together.
+    `int8`: the region reads weights as int8, a scale a row; the sets hold what these stand for, for the library and the reference.
     """
 
     form: str
@@ -155,20 +156,23 @@ class Problem:
     m: int
     dtype: torch.dtype
     device: str
+    int8: bool = False
     sets: list[list[Tensor]] = field(default_factory=list)
+    packed: list[list[Tensor]] = field(default_factory=list)  # int8 and scales of each weight, a list a set
     region: Any = None
     spec: Any = None
 
     def __post_init__(self) -> None:
         self.function, self.letters = FORMS[self.form]
         self.generator = torch.Generator(self.device).manual_seed(0)
-        self.moved = sum(
-            self.dtype.itemsize * self.sizes(letter)[0] * self.sizes(letter)[1] for letter in self.letters if letter in WEIGHTS
-        )
+        if self.int8 and "W" in self.letters:
+            raise ValueError(f"{self.form} stores its weight [K, N]; int8 weights are stored [N, K]")
+        each = 1 if self.int8 else self.dtype.itemsize
+        self.moved = sum(each * self.sizes(letter)[0] * self.sizes(letter)[1] for letter in self.letters if letter in WEIGHTS)
         self.shared = {letter: self.random(letter) for letter in self.letters if letter not in WEIGHTS}
         self.add()
-        self.region, self.order = region_of(self.function, self.sets[0])
-        constants = frozenset(number for number, place in enumerate(self.order) if self.letters[place] not in CHANGING)
+        self.region, self.order = region_of_int8(self) if self.int8 else region_of(self.function, self.sets[0])
+        constants = frozenset(n for n, at in enumerate(self.order) if at >= len(self.letters) or self.letters[at] not in CHANGING)
         self.spec = dataclasses.replace(self.region.spec, constants=constants)
 
     def sizes(self, letter: str) -> tuple[int, ...]:
@@ -188,6 +192,11 @@ class Problem:
 
     def add(self) -> None:
         self.sets.append([self.shared[letter] if letter in self.shared else self.random(letter) for letter in self.letters])
+        self.packed.append([])
+        for number, letter in enumerate(self.letters if self.int8 else ""):
+            if letter in WEIGHTS:
+                self.sets[-1][number], *pair = rounded(self.sets[-1][number])
+                self.packed[-1] += pair
 
     def fill(self) -> None:
         """Copies of the weights past the last-level cache, and what the outputs must be."""
@@ -207,10 +216,21 @@ class Problem:
 
     def inputs(self, number: int) -> list[Tensor]:
         """The region's inputs of one copy."""
-        return [self.sets[number][index] for index in self.order]
+        known = [*self.sets[number], *self.packed[number]]
+        return [known[index] for index in self.order]
 
     def __str__(self) -> str:
-        return f"{self.form} N={self.n} K={self.k} M={self.m} {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.form} N={self.n} K={self.k} M={self.m} {str(self.dtype).removeprefix('torch.')}{' int8' if self.int8 else ''}"
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a weight's int8 stands for, in its dtype; the int8 and a scale a row."""
+    path.backend()  # so that the package is found
+    from dsi.ir.quantised_ops import dequantise
+    from dsi.quantize.int8 import quantise
+
+    found = quantise(weight)
+    return dequantise(found.weight, found.scales).to(weight.dtype), found.weight, found.scales
 
 
 def tuple_of(value: Any) -> tuple[Tensor, ...]:
@@ -222,19 +242,61 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float("inf") if one.shape != other.shape else timing.relative_error(one, other)
 
 
+class Holder(torch.nn.Module):
+    """A form whose weights are parameters, as what is rounded to int8 must be; called with its other inputs."""
+
+    def __init__(self, problem: Problem):
+        super().__init__()
+        self.function, self.letters = problem.function, problem.letters
+        for number, (letter, value) in enumerate(zip(self.letters, problem.sets[0], strict=True)):
+            if letter in WEIGHTS:
+                self.register_parameter(f"weight{number}", torch.nn.Parameter(value, requires_grad=False))
+
+    def forward(self, *others: Tensor) -> Any:
+        rest = iter(others)
+        return self.function(*[getattr(self, f"weight{n}") if c in WEIGHTS else next(rest) for n, c in enumerate(self.letters)])
+
+
+def region_of_int8(problem: Problem) -> tuple[Any, list[int]]:
+    """`region_of` with int8 weights: which of the function's arguments, or behind them of int8 and scales, each input is."""
+    holder, letters = Holder(problem), problem.letters
+    others = [n for n, letter in enumerate(letters) if letter not in WEIGHTS]
+    region = only_region(holder, [problem.sets[0][n] for n in others], {"dtype": "int8"}, problem.form)
+    # x is the graph's first argument; then come all parameters, before what else is used.
+    weights = [n for n, letter in enumerate(letters) if letter in WEIGHTS]
+    arguments = [others[0], *weights, *others[1:]]
+    order = []
+    for node in region.inputs:
+        if node.name.startswith("getitem"):  # int8 and scales, by turns, in the order of the linears
+            order.append(len(letters) + int(node.name.removeprefix("getitem").removeprefix("_") or 0))
+        else:
+            order.append(arguments[_argument(node)])
+    return region, order
+
+
 def region_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, list[int]]:
     """The one region that dsi makes of a function, planned but not run, and which argument each of its inputs is.
 
     The function must use its arguments first in the order of its signature. Raises ValueError where there are more regions or none.
     """
+    region = only_region(function, inputs, {}, getattr(function, "__name__", str(function)))
+    return region, [_argument(node) for node in region.inputs]
+
+
+def _argument(node: Any) -> int:
+    """The number of a graph's argument, which AOTAutograd calls "arg0_1"."""
+    return int(node.name.removeprefix("arg").split("_")[0])
+
+
+def only_region(function: Callable[..., Any], inputs: Sequence[Tensor], options: dict[str, Any], name: str) -> Any:
+    """The one region that dsi makes of a function. Raises ValueError where there are more or none."""
     backend = path.backend()
     from dsi.compiler.observe import collecting
 
     reset()
     with torch.no_grad(), collecting() as contexts:
-        torch.compile(function, backend=backend, options={"executor": "reference"}, fullgraph=True, dynamic=False)(*inputs)
+        torch.compile(function, backend=backend, options={"executor": "reference", **options}, fullgraph=True, dynamic=False)(*inputs)
     regions = [region for context in contexts for region in context.report.regions]
     if len(regions) != 1 or regions[0].spec is None:
-        raise ValueError(f"{len(regions)} regions with plans are made of {getattr(function, '__name__', function)}; one is wanted")
-    # AOTAutograd numbers a graph's arguments from 1: "arg0_1".
-    return regions[0], [int(node.name.removeprefix("arg").split("_")[0]) for node in regions[0].inputs]
+        raise ValueError(f"{len(regions)} regions with plans are made of {name}; one is wanted")
+    return regions[0]

@@ -23,7 +23,7 @@ from . import attention_defaults
 from .devices import Device, find_device
 from .kernel import Choice
 from .library import library_seconds, possible
-from .linear_choices import SKINNY_ROWS, admissible, statistics_block
+from .linear_choices import GEMV_ROWS, SKINNY_ROWS, admissible, statistics_block
 from .linear_cost import LinearWork, linear_work
 from .roofline import assumed_rows, assumptions, rows_of
 
@@ -72,6 +72,8 @@ class Entry(BaseModel):
             return None
         if other.rows <= SKINNY_ROWS and not other.rows <= self.rows <= max(4 * other.rows, 8):
             return None  # one block holds all rows
+        if other.weight_bytes == 1 and other.rows <= GEMV_ROWS < self.rows:
+            return None  # so few rows meet int8 without the matrix units
         if other.rows > SKINNY_ROWS and not other.rows <= 2 * self.rows <= 4 * other.rows:
             return None
         sizes = ((self.columns, other.columns), (self.inner, other.inner))
