@@ -15,6 +15,7 @@ from dsi.patterns.rules.no_op_view import NoOpView
 from dsi.patterns.rules.outer_product import OuterProduct
 from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.softmax_cast import SoftmaxCast
+from dsi.patterns.rules.softmax_view import SoftmaxView
 from dsi.patterns.rules.split_spelling import SplitSpelling
 from dsi.patterns.rules.transpose_spelling import TransposeSpelling
 from dsi.patterns.rules.view_chain import ViewChain
@@ -39,6 +40,7 @@ RULES: tuple[type[Rule], ...] = (
     ViewChain,
     PermuteChain,
     OuterProduct,
+    SoftmaxView,
 )
 
 

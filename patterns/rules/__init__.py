@@ -28,6 +28,7 @@ from .rope import Rope
 from .rope_parts import RopeParts
 from .silu import Silu
 from .softmax_cast import SoftmaxCast
+from .softmax_view import SoftmaxView
 from .split_spelling import SplitSpelling
 from .tanh import Tanh
 from .transpose_spelling import TransposeSpelling
@@ -63,6 +64,7 @@ RULES: tuple[type[Rule], ...] = (
     RopeParts,
     Silu,
     SoftmaxCast,
+    SoftmaxView,
     SplitSpelling,
     Tanh,
     TransposeSpelling,

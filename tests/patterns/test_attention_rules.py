@@ -199,6 +199,26 @@ def test_what_only_looks_like_attention(name):
     assert stages(fn, *args)[0] is None
 
 
+def test_scores_flattened_for_the_softmax():
+    """As TrOCR does: batch and heads are one dimension, but for the mask."""
+
+    def flat(q, k, v, mask):
+        q, k, v = (t.reshape(B * H, *t.shape[2:]) for t in (q, k, v))
+        scores = torch.bmm(q, k.transpose(1, 2)).view(B, H, S, L) + mask
+        weights = scores.view(-1, S, L).softmax(-1).view(B * H, S, L)
+        return torch.bmm(weights, v).view(B, H, S, DV)
+
+    assert stages(flat, Q, K, V, MASK)[0] is not None
+    q, k, v = randn(B, H, S, D), randn(B, H, 6, D), randn(B, H, 6, DV)
+
+    def cut(q, k, v):
+        q, k, v = (t.reshape(B * H, *t.shape[2:]) for t in (q, k, v))
+        weights = torch.bmm(q, k.transpose(1, 2)).view(B, H, S, 6).view(-1, S, 3).softmax(-1).view(B * H, S, 6)
+        return torch.bmm(weights, v).view(B, H, S, DV)
+
+    assert stages(cut, q, k, v)[0] is None, "a softmax over half of the keys each"
+
+
 def test_batch_and_heads_of_one_size_exchanged():
     """As many sequences as heads: shapes alone cannot tell [B, H, S, D] from [H, B, S, D]. The numbers must be those of eager."""
     q, k, v = randn(3, 3, 5, 4), randn(3, 3, 5, 4), randn(3, 3, 5, 4)
