@@ -107,18 +107,20 @@ class KeyValueStore:
         self.grown += 1
 
 
-def take_over(cache: Cache, theirs: Cache, tokens: int) -> None:
-    """Copy the `tokens` tokens of a caller's cache into the engine's. What a sliding window has let go of stays empty: no query sees it."""
+def take_over(cache: Cache, theirs: Cache, tokens: int, place: int = 0) -> None:
+    """Copy the `tokens` tokens of a caller's cache into the engine's, the first one to slot `place`. What a sliding window has let go of
+    stays empty: no query sees it."""
     for ours, layer in zip(cache.layers, theirs.layers, strict=True):
-        first = tokens - layer.keys.shape[2]
-        ours.keys[:, :, first:tokens].copy_(layer.keys)
-        ours.values[:, :, first:tokens].copy_(layer.values)
+        first = place + tokens - layer.keys.shape[2]
+        ours.keys[:, :, first : place + tokens].copy_(layer.keys)
+        ours.values[:, :, first : place + tokens].copy_(layer.values)
 
 
-def hand_over(cache: Cache, theirs: Cache, first: int, end: int) -> Cache:
-    """Append tokens `first` to `end` - 1 of the engine's cache to a caller's, as copies; returns the latter."""
+def hand_over(cache: Cache, theirs: Cache, first: int, end: int, place: int = 0) -> Cache:
+    """Append tokens `first` to `end` - 1 of the engine's cache, whose token 0 is in slot `place`, to a caller's; returns the latter."""
     for number, layer in enumerate(cache.layers):
-        theirs.update(layer.keys[:, :, first:end].clone(), layer.values[:, :, first:end].clone(), number)
+        keys, values = (states[:, :, place + first : place + end].clone() for states in (layer.keys, layer.values))
+        theirs.update(keys, values, number)
     return theirs
 
 

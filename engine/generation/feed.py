@@ -9,11 +9,12 @@ from torch import Tensor
 class Feed:
     """Prompts of up to `bucket` tokens: `ids` and `positions` [rows, bucket], the place of the last token in `last` [1], and `length` [].
 
-    What is behind a prompt's end is no matter: no token sees what comes after it, and what is generated overwrites it in the cache.
+    What is behind a prompt's end is no matter: no token sees what comes after it, and what is generated overwrites it in the cache. With
+    `at_end` a prompt is at the end instead, and what is before it is for a mask to hide.
     """
 
-    def __init__(self, rows: int, bucket: int, device: torch.device) -> None:
-        self.bucket = bucket
+    def __init__(self, rows: int, bucket: int, device: torch.device, at_end: bool = False) -> None:
+        self.bucket, self.at_end = bucket, at_end
         self.ids, self.positions = (torch.zeros(rows, bucket, dtype=torch.int64, device=device) for _ in range(2))
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
         self.length = torch.zeros((), dtype=torch.int64, device=device)
@@ -24,10 +25,11 @@ class Feed:
     def fill(self, ids: Tensor, positions: Tensor | None) -> None:
         """Take the tokens `ids` [rows, n] and their positions [rows or 1, n]."""
         n = ids.shape[1]
+        first = self.bucket - n if self.at_end else 0
         self.ids.zero_()
-        self.ids[:, :n].copy_(ids)
+        self.ids[:, first : first + n].copy_(ids)
         self.positions.zero_()
         if positions is not None:
-            self.positions[:, :n].copy_(positions)
-        self.last.fill_(n - 1)
+            self.positions[:, first : first + n].copy_(positions)
+        self.last.fill_(first + n - 1)
         self.length.fill_(n)

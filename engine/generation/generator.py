@@ -16,7 +16,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .cache import hand_over
 from .compiled import loudly
-from .decoder import Decoder, NotOurs, examine, position_limit
+from .decoder import NotOurs
+from .examine import examine, position_limit
 from .facade import Facade
 from .loop import Loop
 from .progress import compiling
@@ -113,9 +114,9 @@ class Generator:
             request.streamer.end()
         cache = request.past
         if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
-            hand_over(made.cache, cache, request.held, made.held)
+            hand_over(made.cache, cache, request.held, made.held, made.first)
         elif config.return_dict_in_generate:
-            cache = hand_over(made.cache, DynamicCache(config=self.model.config), 0, made.held)
+            cache = hand_over(made.cache, DynamicCache(config=self.model.config), 0, made.held, made.first)
         if not config.return_dict_in_generate:
             return ids
         return GenerateDecoderOnlyOutput(sequences=ids, **{_CACHE_FIELD: cache})
@@ -126,7 +127,7 @@ class Generator:
             raise NotOurs(self._refused)
         if self.loop is None or self._kind != (self.model.device, self.model.dtype):
             try:
-                decoder: Decoder = examine(self.model)
+                decoder = examine(self.model)
             except NotOurs as reason:
                 self._refused = str(reason)
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +27,13 @@ from .steps import PROMPT_RUNS, Steps
 
 @dataclass
 class Made:
-    """What came of a request: `ids` [rows, n + new], a copy, and the cache, whose first `held` tokens count; it is the engine's own."""
+    """What came of a request: `ids` [rows, n + new], a copy, and the cache, of which the `held` tokens from slot `first` on count; it is
+    the engine's own."""
 
     ids: Tensor
     cache: Cache
     held: int
+    first: int
 
 
 @dataclass
@@ -58,13 +61,12 @@ class Loop:
         self.reader = self.reader or (Copying(self.device) if self.device.type == "cuda" else Direct())
         decoder = self.decoder
 
-        def prompt(ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, last: Tensor) -> Tensor:
-            logits: Tensor = decoder.model(**decoder.arguments(ids, positions, mask, cache, last)).logits
+        def prompt(ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, fed: Tensor, last: Tensor) -> Tensor:
+            logits = decoder.logits(ids, positions, mask, cache, fed, last)
             return logits if decoder.keeps else logits.index_select(1, last)
 
-        def step(ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
-            logits: Tensor = decoder.model(**decoder.arguments(ids, positions, mask, cache, None)).logits
-            return logits
+        def step(ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, fed: Tensor) -> Tensor:
+            return decoder.logits(ids, positions, mask, cache, fed, None)
 
         self._prompt = compiled(prompt, self.options, whole=True)
         self._step = compiled(step, self.options, whole=True)
@@ -93,12 +95,14 @@ class Loop:
             self.steps.forget()
             self._weights = weights
         if request.past is not None and request.held:
-            take_over(cache, request.past, request.held)
+            take_over(cache, request.past, request.held, self.store.slots - request.held if self.decoder.rolls else 0)
         state = self._state(rows)
         self._begin(state, request)
         self._tokens(state, cache, request)
         n = request.ids.shape[1]
-        return Made(state.ids[:, : n + self.taken].clone(), cache, request.held + request.fed + self.taken - 1)
+        # Steps behind the end may have been run: they have moved what rolls.
+        first = self.store.slots - int(state.length) if self.decoder.rolls else 0
+        return Made(state.ids[:, : n + self.taken].clone(), cache, request.held + request.fed + self.taken - 1, first)
 
     def fingerprint(self) -> Hashable:
         """Changes where a weight lies elsewhere, was written to, or a module is another: what was recorded reads the old one, or an int8
@@ -158,9 +162,11 @@ class Loop:
         self._began = state, counters, request.limit - 1
 
     def _feed(self, state: State, request: Request) -> Feed:
-        bucket = prompt_bucket(request.fed, state.slots - request.held)
+        # Padding between what is held and what is fed would be tokens that a model counts.
+        whole = self.decoder.rolls and request.held > 0
+        bucket = request.fed if whole else prompt_bucket(request.fed, state.slots - request.held)
         if (state.rows, bucket) not in self._feeds:
-            self._feeds[state.rows, bucket] = Feed(state.rows, bucket, self.device)
+            self._feeds[state.rows, bucket] = Feed(state.rows, bucket, self.device, at_end=self.decoder.rolls)
         feed = self._feeds[state.rows, bucket]
         feed.fill(request.ids[:, -request.fed :], request.positions)
         if request.positions is not None:
@@ -176,34 +182,37 @@ class Loop:
         mask = state.mask if masked else None
         feed = self._feed(state, request)
         bucket = feed.bucket
-        self.store.written = max(self.store.written, request.held + bucket, request.total)
+        self.store.written = state.slots if self.decoder.rolls else max(self.store.written, request.held + bucket, request.total)
 
         def prompt() -> None:
             if bucket == 1:
-                logits = self._step(feed.ids, feed.positions, mask, cache)
+                logits = self._step(feed.ids, feed.positions, mask, cache, feed.length)
             else:
-                logits = self._prompt(feed.ids, feed.positions, mask, cache, feed.last)
+                logits = self._prompt(feed.ids, feed.positions, mask, cache, feed.length, feed.last)
             state.follow(recipe, logits[:, -1], feed.length)
 
         def step() -> None:
-            logits = self._step(state.token, state.position, mask, cache)
+            logits = self._step(state.token, state.position, mask, cache, state.one)
             state.follow(recipe, logits[:, -1], state.one)
 
         kind = (state.rows, state.slots, masked, state.ending, recipe.key)
         self.last_step = ("step", *kind)
         looks = _Looks(self, state, request)
         launch: Callable[[], None] | None = None
-        for number in range(request.limit):
-            if launch is not None:
-                launch()
-            elif number == 0:
-                with compiling("decode step" if bucket == 1 else "prompt", self._new((bucket > 1, *kind[:3]))):
-                    self.steps.run(("prompt", bucket, *kind), prompt, PROMPT_RUNS)
-            else:
-                with compiling("decode step", self._new((False, *kind[:3]))):
-                    launch = self.steps.run(self.last_step, step)
-            if looks.queued(number):
-                return
+        with contextlib.ExitStack() as stack:
+            for number in range(request.limit):
+                if number == (bucket > 1):
+                    stack.enter_context(self.decoder.decoding())
+                if launch is not None:
+                    launch()
+                elif number == 0:
+                    with compiling("decode step" if bucket == 1 else "prompt", self._new((bucket > 1, *kind[:3]))):
+                        self.steps.run(("prompt", bucket, *kind), prompt, PROMPT_RUNS)
+                else:
+                    with compiling("decode step", self._new((False, *kind[:3]))):
+                        launch = self.steps.run(self.last_step, step)
+                if looks.queued(number):
+                    return
         looks.finish()
 
     def _new(self, key: Hashable) -> bool:

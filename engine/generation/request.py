@@ -70,6 +70,7 @@ def request_of(
     past, held = _past(given, config, decoder, input_ids.shape[0])
     fed = _fed(input_ids, given.get("attention_mask"), config, held)
     limit, ends, others = _stops(stopping_criteria, input_ids.shape[1])
+    _refuse_preparations(decoder, held, fed, limit)
     pad = config._pad_token_tensor
     return Request(
         ids=input_ids.to(device),
@@ -100,6 +101,14 @@ def _refuse_options(config: Any, synced_gpus: bool) -> None:
         raise NotOurs("the model assists another one")
     if config.cache_implementation not in (None, "dynamic", "static"):
         raise NotOurs(f"cache_implementation is {config.cache_implementation!r}")
+
+
+def _refuse_preparations(decoder: Decoder, held: int, fed: int, limit: int) -> None:
+    if not decoder.prepares.own:
+        return
+    for past, new in ((held, fed), *((held + fed + step, 1) for step in range(limit - 1))):
+        if difference := decoder.prepares.differs(past, new):
+            raise NotOurs(difference)
 
 
 def _past(given: dict[str, Any], config: Any, decoder: Decoder, rows: int) -> tuple[Any, int]:

@@ -21,8 +21,8 @@ class Steps:
     """Runs steps by key. A step with a key reads and writes the same memory each time it is run, and computes the same.
 
     The first runs with a key are the step itself (kernels are compiled and loaded then), the next records it, which executes nothing, and
-    launches the record, as every later one does. Without a `recorder` every run is the step itself. A step that cannot be recorded goes on
-    as it is; `problem` says why.
+    launches the record, as every later one does. Without a `recorder` every run is the step itself. Where a step cannot be recorded, those
+    of its kind (the first entry of its key) go on as they are; `problem` says why.
     """
 
     def __init__(self, recorder: Recorder | None) -> None:
@@ -31,20 +31,22 @@ class Steps:
         self.launched = self.plain = 0  # records launched, and steps run as they are, so far
         self._recorded: OrderedDict[Hashable, tuple[Callable[[], None], Any]] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
+        self._plain: set[Hashable] = set()  # kinds of which one could not be recorded
 
-    def run(self, key: Hashable, step: Callable[[], Any], plain: int = 1) -> Callable[[], None] | None:
+    def run(self, key: tuple[Hashable, ...], step: Callable[[], Any], plain: int = 1) -> Callable[[], None] | None:
         """Run `step`, or what was recorded of it for the current stream, after so many `plain` runs. Returns what launches the record, to
         be called for the same step again; None where there is none yet."""
-        key = self._here(key)
-        found = self._recorded.get(key)
-        if found is None and self._seen[key] >= plain and self.recorder is not None and self.recorder.may_record():
-            found = self._record(key, step, self.recorder)
+        here = self._here(key)
+        found = self._recorded.get(here)
+        may = self.recorder is not None and key[0] not in self._plain and self.recorder.may_record()
+        if found is None and may and self._seen[here] >= plain:
+            found = self._record(key[0], here, step)
         if found is None:
-            self._seen[key] += 1
+            self._seen[here] += 1
             self.plain += 1
             step()
             return None
-        self._recorded.move_to_end(key)
+        self._recorded.move_to_end(here)
         launch = functools.partial(self._launch, found[0])
         launch()
         return launch
@@ -69,17 +71,19 @@ class Steps:
         self._recorded.clear()
         self._seen.clear()
 
-    def _record(self, key: Hashable, step: Callable[[], Any], recorder: Recorder) -> tuple[Callable[[], None], Any] | None:
+    def _record(self, kind: Hashable, key: Hashable, step: Callable[[], Any]) -> tuple[Callable[[], None], Any] | None:
+        assert self.recorder is not None
+
         def run() -> tuple[()]:
             step()
             return ()
 
         try:
-            replay, _ = recorder.record(run, recorder.place())
+            replay, _ = self.recorder.record(run, self.recorder.place())
         except (RuntimeError, ValueError) as error:
-            self.recorder = None
+            self._plain.add(kind)
             self.problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            log.warning("dsi: no CUDA graph of a decode step could be recorded, so every kernel is launched by itself: %s", self.problem)
+            log.warning("dsi: no CUDA graph of a %s could be recorded, so every kernel is launched by itself: %s", kind, self.problem)
             return None
         self._recorded[key] = (replay, step)  # the step holds whatever its kernels read
         if len(self._recorded) > GRAPHS:

@@ -7,7 +7,8 @@ import torch
 import transformers
 import zoo
 from dsi.engine.generation.cache import KeyValueStore, LayerShape, hand_over, is_growing, take_over
-from dsi.engine.generation.decoder import NotOurs, examine, position_limit
+from dsi.engine.generation.decoder import NotOurs
+from dsi.engine.generation.examine import examine, position_limit
 from generating import small_llama
 from transformers import DynamicCache, StaticCache
 
