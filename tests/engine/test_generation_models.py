@@ -36,9 +36,9 @@ class TestACacheThatRolls:
         generator = generator_of(model)
         begun = generator.generate(prompt(1, 11), max_new_tokens=5, eos_token_id=None, return_dict_in_generate=True)
         assert generator.why_not_ours == ""
-        cache = begun["cache" if "cache" in {field for field in begun} else "past_key_values"]
+        cache = begun["cache" if "cache" in set(begun) else "past_key_values"]
         reference = model.generate(prompt(1, 11), max_new_tokens=5, eos_token_id=None, return_dict_in_generate=True)
-        theirs = reference["cache" if "cache" in {field for field in reference} else "past_key_values"]
+        theirs = reference["cache" if "cache" in set(reference) else "past_key_values"]
         for ours, layer in zip(cache.layers, theirs.layers, strict=True):
             torch.testing.assert_close(ours.keys, layer.keys, rtol=1e-4, atol=1e-4)
         more = torch.cat([begun.sequences, prompt(1, 3, seed=9)], 1)
@@ -67,7 +67,7 @@ class TestACacheThatRolls:
 
         model = hot(CountsItself, transformers.LlamaConfig(**BASE, **TOKENS, rope_theta=2.0))
         model.model.layers[0].self_attn.forward = _bent_by_positions(model.model.layers[0].self_attn)
-        with pytest.raises(NotOurs, match="CountsItself computes something else with .*its logits are off by"):
+        with pytest.raises(NotOurs, match=r"CountsItself computes something else with .*its logits are off by"):
             examine(model)
 
 
