@@ -28,7 +28,7 @@ MARK = "measured: "
 CACHES = {"DSI_CACHE_DIR": "dsi", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 SECONDS = {"cold": 150.0, "warm": 75.0}  # that a process may take where no limit is given
 START = 25  # of them: importing, and making a model of billions of random numbers
-LEVELS = ("guard", "lift", "shard")  # dsi's parts before AOTAutograd
+LEVELS = ("guard", "lift", "shard", "capture")  # dsi's parts before AOTAutograd, or instead of it
 AFTER = "after aot"  # and all of those behind it
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import check, observe
+from .capture import as_called, capture
 from .execute import compile_graph
 from .guard import is_random, why_aside
 from .registry import with_rules
@@ -41,7 +42,7 @@ def dsi(
         for stage in PIPELINE:
             if stage.level == "dynamo":
                 observer.run(stage, gm)
-        compiled = _through_aot(gm, example_inputs, observer, names_of_inputs(gm))
+        compiled = _traced_and_compiled(gm, example_inputs, observer)
     if reference is None:
         return compiled
     if parsed.activations:
@@ -65,6 +66,20 @@ def _compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def _traced_and_compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], observer: observe.Observer) -> Callable[..., Any]:
+    """`gm` traced to ATen, in one pass where it is plain and else by AOTAutograd, and compiled."""
+    names = names_of_inputs(gm)
+    if observer.context.options.tracer == "aot":
+        return _through_aot(gm, example_inputs, observer, names)
+    with observer.timed("capture"):
+        captured = capture(gm, example_inputs)
+    if isinstance(captured, str):
+        observer.left_to_aot(captured)
+        return _through_aot(gm, example_inputs, observer, names)
+    observer.context.weights = weights_of(captured.gm, captured.inputs, names)
+    return as_called(_compile_aten(captured.gm, captured.inputs, observer), captured.written)
 
 
 def _through_aot(gm: fx.GraphModule, example_inputs: Sequence[Any], observer: observe.Observer, names: Sequence[str]) -> Callable[..., Any]:

@@ -117,6 +117,10 @@ class Observer:
             self._aliases = output_aliases(gm)
             check_graph(gm, "aten", self.context.fake_mode, self._aliases)
 
+    def left_to_aot(self, reason: str) -> None:
+        """The graph is not plain, so that AOTAutograd traces it."""
+        log.info("traced by AOTAutograd: %s", reason)
+
     def aside(self, reason: str) -> None:
         """The graph is run as it is: noted in its report, and warned of once a process for each kind of reason."""
         note = f"stepped aside, and the graph runs as it is: {reason}"

@@ -50,6 +50,9 @@ class Options(BaseModel):
     )
     rules: tuple[Any, ...] = Field((), description="Further rules (dsi.Rule classes) for this compilation.")
     cache: bool = Field(True, description="Whether kernels and choices are cached on disk (environment: DSI_CACHE=0).")
+    tracer: Literal["auto", "aot"] = Field(
+        "auto", description="'aot': AOTAutograd traces every graph, plain ones too, which takes longer (environment: DSI_TRACER=aot)."
+    )
     executor: Literal["auto", "reference"] = Field(
         "auto", description="'auto': by device. 'reference': every operator runs as its reference, for checking; never fast."
     )
@@ -86,6 +89,7 @@ class Options(BaseModel):
             ("check", "DSI_CHECK", _flag),
             ("fuel", "DSI_FUEL", str),
             ("cache", "DSI_CACHE", _flag),
+            ("tracer", "DSI_TRACER", str),
         ):
             if key not in given and os.environ.get(variable):
                 given[key] = read(os.environ[variable])

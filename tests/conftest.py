@@ -22,7 +22,7 @@ if _OWN_CACHES:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{_folder}/inductor"
     os.environ["TRITON_CACHE_DIR"] = f"{_folder}/triton"
     os.environ["DSI_CACHE_DIR"] = f"{_folder}/dsi"
-for _name in [name for name in os.environ if name in ("DSI_DUMP", "DSI_CHECK", "DSI_FUEL", "DSI_CACHE", "TRITON_INTERPRET")]:
+for _name in [name for name in os.environ if name in ("DSI_DUMP", "DSI_CHECK", "DSI_FUEL", "DSI_CACHE", "DSI_TRACER", "TRITON_INTERPRET")]:
     del os.environ[_name]  # a user's settings must not change what a test sees
 
 import torch
