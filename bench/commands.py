@@ -111,7 +111,7 @@ def deepspeed_command(
     layers: Layers = None,
     live: Annotated[int, typer.Option(min=2, help="Tokens in the cache when a step begins.")] = 502,
     room: Annotated[int, typer.Option(help="Tokens that the cache has room for.")] = 512,
-    against: Against = "eager,reduce-overhead,dsi,deepspeed",
+    against: Against = "eager,reduce-overhead,dsi,dsi-laid-out,deepspeed",
     blocks: Blocks = 5,
     dtype: Dtype = None,
     small: Small = False,

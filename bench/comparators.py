@@ -222,7 +222,8 @@ def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bou
     try:
         with at_most(report.settings.limit, f"compiling and warming up {side.name}"):
             calls = workload.compile_for(side)
-            reset_memory()  # of a copy with other weights
+            if side.weights:
+                reset_memory()  # of what its copy of the model was made of
             meter = Meter(workload.held)
             start = time.perf_counter()
             run_checked(workload, calls)
