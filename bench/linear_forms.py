@@ -204,7 +204,7 @@ class Problem:
             self.add()
         if hasattr(self, "reference"):
             return
-        wide = tuple_of(self.function(*(x.to(WIDER[self.dtype]) for x in self.sets[0])))
+        wide = tuple_of(self.function(*(x.to(WIDER[self.dtype]) for x in self.exact(0))))
         found = tuple_of(self.function(*self.sets[0]))
         bodies = tuple_of(self.region.body(*self.inputs(0)))
         # The region's outputs need not be in the function's order.
@@ -213,6 +213,14 @@ class Problem:
             raise ValueError(f"the region of {self} returns something else than {self.form}")
         self.reference = [wide[place] for place in places]
         self.bound = SLACK * max(timing.relative_error(a, b) for a, b in zip(found, wide, strict=True)) + FLOOR
+
+    def exact(self, number: int) -> list[Tensor]:
+        """The function's arguments of one copy, int8 weights as what they stand for in fp32."""
+        pairs = iter(zip(self.packed[number][::2], self.packed[number][1::2], strict=True))
+        return [
+            wide_of(*next(pairs)) if self.int8 and letter in WEIGHTS else value
+            for letter, value in zip(self.letters, self.sets[number], strict=True)
+        ]
 
     def inputs(self, number: int) -> list[Tensor]:
         """The region's inputs of one copy."""
@@ -226,11 +234,15 @@ class Problem:
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What a weight's int8 stands for, in its dtype; the int8 and a scale a row."""
     path.backend()  # so that the package is found
-    from dsi.ir.quantised_ops import dequantise
     from dsi.quantize.int8 import quantise
 
     found = quantise(weight)
-    return dequantise(found.weight, found.scales).to(weight.dtype), found.weight, found.scales
+    return wide_of(found.weight, found.scales).to(weight.dtype), found.weight, found.scales
+
+
+def wide_of(weight: Tensor, scales: Tensor) -> Tensor:
+    """int8 with a scale a row as what it stands for, in fp32."""
+    return weight.float() * scales.float()[:, None]
 
 
 def tuple_of(value: Any) -> tuple[Tensor, ...]:
@@ -265,12 +277,10 @@ def region_of_int8(problem: Problem) -> tuple[Any, list[int]]:
     # x is the graph's first argument; then come all parameters, before what else is used.
     weights = [n for n, letter in enumerate(letters) if letter in WEIGHTS]
     arguments = [others[0], *weights, *others[1:]]
-    order = []
-    for node in region.inputs:
-        if node.name.startswith("getitem"):  # int8 and scales, by turns, in the order of the linears
-            order.append(len(letters) + int(node.name.removeprefix("getitem").removeprefix("_") or 0))
-        else:
-            order.append(arguments[_argument(node)])
+    # int8 and scales, by turns, in the order of the linears: the graph's last results of operators that have several.
+    numbers = {node.name: int(node.name.removeprefix("getitem").removeprefix("_") or 0) for node in region.inputs if _is_part(node)}
+    packed = {name: len(letters) + place for place, name in enumerate(sorted(numbers, key=numbers.__getitem__))}
+    order = [packed[node.name] if node.name in packed else arguments[_argument(node)] for node in region.inputs]
     return region, order
 
 
@@ -286,6 +296,11 @@ def region_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[A
 def _argument(node: Any) -> int:
     """The number of a graph's argument, which AOTAutograd calls "arg0_1"."""
     return int(node.name.removeprefix("arg").split("_")[0])
+
+
+def _is_part(node: Any) -> bool:
+    """Whether a graph's value is one of several of an operator, which torch.fx calls "getitem"."""
+    return bool(node.name.startswith("getitem"))
 
 
 def only_region(function: Callable[..., Any], inputs: Sequence[Tensor], options: dict[str, Any], name: str) -> Any:

@@ -269,6 +269,21 @@ def test_every_form_is_one_region_with_its_inputs_in_place(form):
     assert set(weights) <= problem.spec.constants and problem.bound < 1e-5
 
 
+@pytest.mark.parametrize("form", [form for form in linear_forms.FORMS if not form.endswith("kn")])
+def test_every_form_with_int8_weights_has_its_inputs_in_place(form):
+    problem = linear_forms.Problem(form, 192, 64, 1, torch.float32, "cpu", int8=True)
+    problem.fill()  # holds the region's body against the function
+    windows = [window for segment in problem.spec.plan.segments for window in segment.windows]
+    assert all(problem.spec.inputs[window.weight].dtype == torch.int8 for window in windows)
+    read = {number for window in windows for number in (window.weight, window.scale.input)}
+    assert read <= problem.spec.constants and problem.moved == sum(problem.spec.inputs[w.weight].sizes[0] for w in windows) * 64
+
+
+def test_int8_weights_stored_across_are_refused():
+    with pytest.raises(ValueError, match="int8 weights are stored"):
+        linear_forms.Problem("norm-qkv-kn", 192, 64, 1, torch.float32, "cpu", int8=True)
+
+
 def test_the_fastest_is_sought_among_dsi_or_among_the_others(report):
     sides = adding(report, "default", lambda: torch.full((4,), 2.0))
     name, wall = tables.best_of(report.rows[-1], "wall", ours=False)
