@@ -110,6 +110,7 @@ class Builder:
         self.workspaces: list[Workspace] = []
         self._workspace_names: list[str] = []
         self._in_workspace: dict[int, str] = {}  # inputs that lie in scratch memory, or are read as another dtype: the pointers
+        self.reinterpreted: set[int] = set()  # inputs that are read as another dtype
         self.helpers: dict[str, str] = {}
         symbols = {name for name, _ in spec.scalars}
         for tensor in (*spec.inputs, *spec.outputs):
@@ -178,6 +179,7 @@ class Builder:
         name = self.names.new(f"{pointer.removesuffix('_ptr')}_words")
         block.line(f"{name} = {pointer}.to(tl.pointer_type({triton_type(self.spec.inputs[number].dtype)}))")
         self._in_workspace[number] = name
+        self.reinterpreted.add(number)
 
     def use(self, helper: str) -> None:
         """Enters a helper function of `pointwise.HELPERS`, after those that it calls."""

@@ -95,7 +95,9 @@ def _launch(part: _Part, device: Device) -> Launch:
     constants: dict[str, int | bool | float] = dict(part.builder.constants)
     if "PDL" in constants:
         constants["PDL"] = options["launch_pdl"] = device.capability >= 90
-    return Launch(part.entry, arguments, constants, part.grid, part.warps, part.stages, options)
+    read = part.builder.reinterpreted
+    words = tuple(place for place, one in enumerate(arguments) if one.kind == "input" and one.number in read)
+    return Launch(part.entry, arguments, constants, part.grid, part.warps, part.stages, options, words)
 
 
 def header(

@@ -46,6 +46,7 @@ class Launch:
     num_stages: int
     # Triton's default for fused multiply-add has changed between versions, so it is always stated.
     options: dict[str, int | bool] = field(default_factory=lambda: {"enable_fp_fusion": True})
+    words: tuple[int, ...] = ()  # positions of tensors of bytes that are read 16 at a time, and so must lie at multiples of 16
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class _Launch:
         self._grid = sizes.compile(*grid)
         self._integers = sizes.compile(*(_over(argument.expr, symbols) for argument in launch.arguments if argument.kind == "size"))
         order = [_place(argument, launch.arguments[:position]) for position, argument in enumerate(launch.arguments)]
-        self.launcher = Launcher(getattr(module, launch.entry), settled, order, current_stream(device))
+        self.launcher = Launcher(getattr(module, launch.entry), settled, order, current_stream(device), launch.words)
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any], workspaces: Sequence[Any], sizes: Environment) -> None:
         grid = self._grid if isinstance(self._grid, tuple) else self._grid(*sizes)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from dsi.ir.errors import DsiError
 
 # Where an argument is found: its group (an index of GROUPS) and its number there.
 GROUPS = ("inputs", "outputs", "workspaces", "integers")
@@ -32,13 +33,21 @@ class Launcher:
     """Launches one Triton function, with fixed constexprs and options, on the current device.
 
     `order`: where each positional argument is found. `stream` gives the raw handle of the current stream; None (a CPU, Triton's
-    interpreter) launches by `function[grid](...)` only.
+    interpreter) launches by `function[grid](...)` only. `words`: positions of tensors that must lie at multiples of 16 bytes.
     """
 
-    def __init__(self, function: Any, constants: dict[str, Any], order: Sequence[Place], stream: Callable[[], int] | None = None):
+    def __init__(
+        self,
+        function: Any,
+        constants: dict[str, Any],
+        order: Sequence[Place],
+        stream: Callable[[], int] | None = None,
+        words: Sequence[int] = (),
+    ):
         self.function = function
         self.constants = constants
         self.order = tuple(order)
+        self.words = tuple(words)
         self.stream = stream
         self.compiled: dict[Hashable, tuple[Any, ...]] = {}
         parameters = getattr(function, "arg_names", None)
@@ -55,6 +64,15 @@ class Launcher:
         return set(parameters[len(self.order) :]) <= set(self.constants)
 
     def _by_triton(self, grid: tuple[int, ...], *groups: Sequence[Any]) -> Any:
+        # Looked at here alone: nothing is kept under the key of a launch that is refused, so the next one comes here, too.
+        for position in self.words:
+            group, number = self.order[position]
+            if groups[group][number].data_ptr() % ALIGNMENT:
+                name = self.function.arg_names[position].removesuffix("_ptr")
+                raise DsiError(
+                    f"the int8 weight {name} lies at an address that is no multiple of {ALIGNMENT} bytes, and its kernel reads {ALIGNMENT} "
+                    "bytes at a time: give the model a copy of it (weight.clone())"
+                )
         return self.function[grid](*[groups[group][number] for group, number in self.order], **self.constants)
 
     def compile(self, grid: tuple[int, ...], *groups: Sequence[Any]) -> Any:

@@ -9,6 +9,7 @@ import torch
 from dsi.codegen import generate
 
 from . import plans
+from .quantised import quantised
 
 FOLDER = Path(__file__).with_name("golden")
 BF16 = torch.bfloat16
@@ -27,6 +28,7 @@ CASES = {
     "attention_prefill": lambda: plans.attention(BF16, 1, 12, 12, 1, 1, 80, causal=True, window=128, softcap=30.0, symbolic=True),
     "post_norm": lambda: plans.post_norm(BF16, 1, 768, symbolic=True),
     "embedding": lambda: plans.embedding(BF16, 1, 1, 50257, 768, symbolic=True),
+    "gate_up_int8_decode": lambda: quantised(lambda: plans.gate_up(BF16, 1, 4096, 14336)),
     "causal_mask": lambda: plans.causal_mask(1, 1, 1, symbolic=True),
 }
 

@@ -11,7 +11,7 @@ from dsi.codegen.cost import candidates
 
 from . import plans
 from .quantised import quantised, rounded_rows
-from .support import check, run
+from .support import check, resources, run
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CASES = {
@@ -64,6 +64,24 @@ def test_rows_rounded_to_int8_are_one_digit(interpreter, group):
     (kernel,) = generate(case.spec, replace(WORDS, max_rows=4, block_m=4, digits=1))
     assert "dot16(" in kernel.source and "low" not in kernel.source
     check(case, interpreter, kernel)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("gemv", 1, 1, 4, 2048, 4096, 4, 1, digits=2),
+        Choice("gemv", 2, 2, 2, 1024, 4096, 1, 1, 2, digits=2),
+        Choice("gemv", 4, 4, 4, 1024, 4096, 2, 1, digits=2),
+    ],
+    ids=lambda choice: f"{choice.max_rows} rows",
+)
+def test_compiles_for_hopper(choice):
+    """Without spills; shared memory is for the last sums of several warps alone, so no tile is exchanged on the way."""
+    with torch.device("meta"):
+        case = quantised(lambda: plans.gate_up(BF16, choice.max_rows, 4096, 14336))
+    (kernel,) = generate(case.spec, choice)
+    used = resources(case, kernel, 90)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 255 and used["SHARED"] <= 512, used
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import copy
 import pytest
 import torch
 import zoo
+from dsi.codegen.pointwise import HELPERS
 from dsi.compiler.observe import collecting
 from dsi.quantize.formats import Format, Grouping
 from rounded import rounded
 from torch import nn
 
 import dsi
+from tests.codegen.interpret import load_module
 
 pytestmark = pytest.mark.gpu
 
@@ -94,6 +96,37 @@ def test_activations_in_int8(rows):
         plain = dsi.quantise_model(copy.deepcopy(model))(x)
     ran_kernels(contexts)
     assert zoo.relative_error(found, wanted) < 2e-3 < zoo.relative_error(plain, wanted)
+
+
+WORDS = """
+import triton
+import triton.language as tl
+
+{helpers}
+
+@triton.jit
+def products(one_ptr, other_ptr, total_ptr, out_ptr, DP4A: tl.constexpr):
+    k = tl.arange(0, 1024)
+    one, other = tl.load(one_ptr + k[None, :]), tl.load(other_ptr + k[None, :])
+    fourth = tl.arange(0, 256)
+    total = tl.load(total_ptr + fourth[None, :])
+    tl.store(out_ptr + fourth[None, :], dot16(one, other, total, DP4A))
+"""
+
+
+def test_products_of_words_by_dp4a_and_without(tmp_path):
+    """Random bytes, the smallest among them, which the interpreter's tests take the other way."""
+    source = WORDS.format(helpers="\n\n".join(HELPERS[name][0] for name in ("dot4", "quarters", "dot16")))
+    module = load_module(source, tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    one, other = (torch.randint(-128, 128, (4096,), generator=generator).to(torch.int8) for _ in range(2))
+    one[:64], other[:32] = -128, -128
+    total = torch.randint(-(2**20), 2**20, (256,), generator=generator, dtype=torch.int32)
+    expected = total + (one.int() * other.int()).view(256, 16).sum(1)
+    for dp4a in (True, False):
+        out = torch.empty(256, dtype=torch.int32, device="cuda")
+        module.products[(1,)](one.cuda().view(torch.int32), other.cuda().view(torch.int32), total.cuda(), out, DP4A=dp4a, num_warps=2)
+        assert torch.equal(out.cpu().long(), expected)
 
 
 @torch.no_grad()

@@ -115,6 +115,28 @@ def test_int8(name, group, tmp_path):
         check(case, choice, tmp_path / str(number))
 
 
+@pytest.mark.parametrize("group", [0, 16, 128], ids=lambda group: f"group{group}")
+@pytest.mark.parametrize("name", ["llama_qkv", "gate_up", "projection"])
+def test_int8_as_words(name, group, tmp_path):
+    make = (
+        CASES[name][0]
+        if name != "projection"
+        else lambda dtype, rows: plans.projection(dtype, rows, inner=1040, columns=133, strided=False)
+    )
+    words = Choice("gemv", 1, 1, 2, 512, 256, 1, 1, digits=2)
+    for number, (rows, choice) in enumerate(
+        [
+            (1, words),
+            (1, replace(words, block_n=4, block_k=1024, num_warps=2, split=2)),
+            (2, replace(words, max_rows=2, block_m=2, block_k=2048, num_warps=4)),
+            (3, replace(words, max_rows=4, block_m=4, block_n=1)),
+        ]
+    ):
+        (kernel,) = generate((case := quantised(lambda rows=rows: make(F16, rows), group)).spec, choice)
+        assert "dot16(" in kernel.source
+        check(case, choice, tmp_path / str(number))
+
+
 def test_rows_rounded_to_int8(tmp_path):
     for number, (rows, choice) in enumerate([(1, GEMV), (13, replace(SKINNY, split=3)), (70, TILED)]):
         case = rounded_rows(quantised(lambda rows=rows: plans.projection(BF16, rows, inner=520, columns=133)))

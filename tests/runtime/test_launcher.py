@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dsi.codegen.kernel import Launch
+from dsi.ir.errors import DsiError
 from dsi.runtime.launch import programmatic, settle
 from dsi.runtime.launcher import Launcher, hooked, kinds
 from hypothesis import given
@@ -95,6 +96,19 @@ def test_a_direct_launch_sends_what_triton_sends(function, driver):
     assert len({found[1] for found in launcher.compiled.values()}) == len(launcher.compiled) == 5
 
 
+def test_a_tensor_read_in_words_must_be_aligned_in_every_launch(function, driver):
+    launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM, words=(0,))
+    memory, y = torch.zeros(1024), torch.zeros(100)
+    for x in (memory, memory[4:]):
+        launcher.launch((1,), [x], [y], [], (100,))
+    launches = len(driver)
+    for _ in range(2):
+        with pytest.raises(DsiError, match=r"the int8 weight x lies at .* no multiple of 16 bytes"):
+            launcher.launch((1,), [memory[1:]], [y], [], (100,))
+    launcher.launch((1,), [memory], [y[1:]], [], (100,))  # what is not read in words may lie anywhere
+    assert len(driver) == launches + 1
+
+
 def test_the_second_launch_does_not_go_through_triton(function, driver, monkeypatch):
     launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM)
     x, y = torch.zeros(64), torch.zeros(64)
@@ -164,6 +178,13 @@ def test_when_a_kernel_waits_and_when_it_may_start_early(able, overlaps, waits, 
     settled = settle(WAITS, able, overlaps)
     assert (settled["PDL"], settled.get("launch_pdl")) == (waits, early)
     assert settled["enable_fp_fusion"] and (settled["num_warps"], settled["num_stages"], settled["BLOCK_M"]) == (4, 2, 1)
+
+
+def test_the_interpreter_is_given_no_assembly(monkeypatch):
+    words = dataclasses.replace(WAITS, constants={"DP4A": True})
+    assert settle(words, True, True)["DP4A"]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not settle(words, False, True)["DP4A"]
 
 
 def test_a_kernel_that_does_not_wait_never_starts_early():
