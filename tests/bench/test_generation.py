@@ -1,6 +1,7 @@
 """`python -m bench generate` at toy sizes on the CPU: the engine's tokens are eager's, and what was measured is kept."""
 
 import json
+import types
 
 from typer.testing import CliRunner
 
@@ -49,3 +50,29 @@ def test_transformers_own_compilation_is_asked_for():
     work.model.generate = lambda *arguments, **how: asked.update(how)
     generation._side("static", work, None).generate(work.ids, max_new_tokens=4)
     assert asked["cache_implementation"] == "static" and asked["compile_config"]._compile_all_devices
+
+
+def test_the_hosts_share_of_a_step_is_taken_where_nobody_looks():
+    work = generation.workload("llama-3-8b", Settings(small=True), 8, 5, 1, None)
+    side = generation._side("dsi", work, {"executor": "reference"})
+    work.model.generation_config.eos_token_id = 7
+    asked = []
+    made = side.generate
+    side.generate = lambda ids, **how: asked.append((how["max_new_tokens"], work.model.generation_config.eos_token_id)) or made(ids, **how)
+    assert generation.host_step(side, work) > 0
+    assert set(asked) == {(8, None), (2, None)} and work.model.generation_config.eos_token_id == 7
+    assert not side.engine.loop._running and side.engine.loop.taken == 2
+    work.new = 4
+    assert generation.host_step(side, work) is None
+
+
+def test_a_measurement_that_fails_leaves_the_row(monkeypatch):
+    def fails(engine):
+        raise RuntimeError("no counter")
+
+    engine = types.SimpleNamespace(loop=None, why_not_ours="")
+    monkeypatch.setattr(generation, "device_step", fails)
+    monkeypatch.setattr(generation, "_side", lambda name, work, options: generation.Side(name, work.model.generate, engine))
+    report = generation.run(Settings(blocks=1, small=True), ["llama-3-8b"], ["dsi"], 5, 5, 1, None)
+    (row,) = report.rows
+    assert "no counter" in row["sides"]["dsi"]["problem"] and row["sides"]["dsi"]["wall"] > 0
