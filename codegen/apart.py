@@ -16,6 +16,7 @@ from dsi.ir import tile as t
 
 from .builder import Builder, triton_type
 from .columns import ceil_div
+from .deferred import unconditional
 from .kernel import Choice
 from .layout import Text
 from .linear import Grid, Linear
@@ -25,6 +26,7 @@ from .roofline import power_of_two
 from .words import WORD, as_words, in_words
 
 WIDEST = 16384  # elements of a row that are held at once
+KEPT = 64  # values that a thread keeps from one pass over its row to the next
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,16 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
     builder.constant("BLOCK_M", 1)
     builder.constant("BLOCK_S", block)
     builder.start(body)
-    builder.wait(body)
     body.line("r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)")
+    roots = [plan.x, *(reduction.body for reduction in plan.reductions)]
+    linear.kept = block // (32 * warps) * len({load.input for load in unconditional(roots)}) <= KEPT
+    if linear.kept and block >= int(plan.inner):
+        # Constants come from memory, and what the kernel before wrote from the cache: not one after the other.
+        with linear.steps({}) as printer:
+            for load in unconditional(roots):
+                if load.input in spec.constants and isinstance(load, t.Load):
+                    printer.value(load)
+    builder.wait(body)
     statistics = linear.row_norms(body)
     step = ""
     if given.unit is not None:

@@ -62,6 +62,8 @@ class Linear:
         self.programs: sympy.Expr = sympy.Integer(0)  # programs over columns
         self.partials = self.arrivals = self.partial_squares = ""  # workspaces of programs that share a sum
         self.step = ""  # names the step of each row, where rows are rounded to int8
+        self.kept = False  # passes over rows share their positions, and so what they read stays in registers between them
+        self.k_kept = ""
         # Triton 3.6's LLVM aborts (in its SLP vectoriser) on some gemv kernels of 16 columns and more whose norm is deferred.
         self.deferred = None if self.gemv and choice.block_n > WIDEST_DEFERRED else deferred_norm(self.plan, choice.schedule)
 
@@ -190,18 +192,20 @@ class Linear:
     def over_k(self, outer: Printer, layout: str, block: int, constant: str, statistics: Bases) -> AbstractContextManager[Printer]:
         """A loop over the contracted dimension in steps of `block` (no loop where one step covers it), printing over `layout`."""
         inner = sympy.sympify(self.plan.inner)
-        names = self.builder.names
-        k = names.new("k")
+        names, known = self.builder.names, self.k_kept
+        k = known or names.new("k")
         masked = not divisible(inner, block)
         size = outer.integer(normalise(inner), 1)
         tile = self.with_statistics(self.tile(layout, {"k": k, "s": k}, ("k", "s") if masked else ()), statistics)
         # The loop's surroundings are printed over the same axes, without k.
         around = outer.on(self.with_statistics(self.tile_without(tile), statistics))
         mask = [f"{k}_in = {k} < {size}"] if masked else []
-        if masked:
+        if masked and not known:
             names.new(f"{k}_in")
         if inner.is_Integer and int(inner) <= block:
-            for line in (f"{k} = tl.arange(0, {constant})", *mask):
+            if self.kept:
+                self.k_kept = k
+            for line in (f"{k} = tl.arange(0, {constant})", *mask) if k != known else ():
                 outer.block.line(line)
             return Straight(Printer(self.builder, outer.block, tile, around))
         k0 = names.new("k0")

@@ -101,3 +101,14 @@ def test_what_cannot_be_read_as_words_is_converted(make, group):
     (kernel,) = generate(case.spec, WORDS)
     assert "dot16(" not in kernel.source
     assert not [choice for choice in candidates(case.spec) if choice.schedule == "gemv" and choice.digits]
+
+
+def test_the_rows_kernel_reads_a_row_once_and_constants_before_it_waits():
+    with torch.device("meta"):
+        case = quantised(lambda: plans.gate_up(BF16, 1, 4096, 96))
+    names = [tensor.name for tensor in case.spec.inputs]
+    case.spec.constants = case.spec.constants | {names.index("norm_weight")}
+    (kernel,) = generate(case.spec, WORDS)
+    early, late = kernel.source.split("def gate_up_rows(")[1].split("def gate_up(")[0].split("gdc_wait()")
+    loads = {name: (early.count(f"tl.load({name}_ptr"), late.count(f"tl.load({name}_ptr")) for name in ("x", "delta", "norm_weight")}
+    assert loads == {"x": (0, 1), "delta": (0, 1), "norm_weight": (1, 0)}
