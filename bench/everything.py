@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from bench.tables import best_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST = 0.4  # of a row's expected seconds must be left for it to begin
-PATIENCE = 2.5  # times its expected seconds a row may take
+PATIENCE = 1.6  # times its expected seconds a row may take
 LONGEST = 170  # seconds that a side may be compiled, so that one which takes longer does not take the others' time
 SPARE = 8.0  # seconds before the end of its time by which a benchmark stops by itself
 
@@ -77,19 +77,19 @@ MAX = "max-autotune-no-cudagraphs"
 LIVE = ("--live", "128")  # tokens of a cache of 512
 SHORT = ("--cache", "64", "--live", "32")
 ROWS = (
-    Row("gpt2", ("decode", "--cases", "gpt2", *LIVE), 25, f"reduce-overhead,{MAX},dsi,dsi-laid-out,dsi-laid-out-reduce-overhead", 1),
-    Row("8b-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, f"{MAX},dsi,dsi-int8", 1),
-    Row("8b-1", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, f"reduce-overhead,{MAX},dsi,dsi-int8", 1),
+    Row("gpt2", ("decode", "--cases", "gpt2", *LIVE), 25, f"dsi,dsi-laid-out,dsi-laid-out-reduce-overhead,reduce-overhead,{MAX}", 1),
+    Row("8b-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, f"dsi,dsi-int8,{MAX}", 1),
+    Row("8b-1", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, f"dsi,dsi-int8,reduce-overhead,{MAX}", 1),
     Row("generate-gpt2", ("generate", "--cases", "gpt2"), 90),
-    Row("gpt2-xl", ("decode", "--cases", "gpt2-xl", *LIVE), 65, "reduce-overhead,dsi,dsi-laid-out", 1),
-    Row("1b", ("decode", "--cases", "llama-3.2-1b", *LIVE), 30, f"reduce-overhead,{MAX},dsi", 1),
-    Row("int8", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, "int8-recipe,torchao,dsi,dsi-int8", 1),
-    Row("8b-4-8", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "4,8", *LIVE), 30, f"{MAX},dsi,dsi-int8", 2),
+    Row("gpt2-xl", ("decode", "--cases", "gpt2-xl", *LIVE), 65, "dsi,dsi-laid-out,reduce-overhead", 1),
+    Row("1b", ("decode", "--cases", "llama-3.2-1b", *LIVE), 30, f"dsi,reduce-overhead,{MAX}", 1),
+    Row("int8", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, "dsi,dsi-int8,int8-recipe,torchao", 1),
+    Row("8b-4-8", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "4,8", *LIVE), 30, f"dsi,dsi-int8,{MAX}", 2),
     Row("generate-8b", ("generate", "--cases", "llama-3-8b", "--sides", "static,dsi"), 130),
     Row("generate-smollm2", ("generate", "--cases", "smollm2-135m", "--sides", "static,dsi"), 110),
-    Row("bert-large", ("decode", "--cases", "bert-large"), 35, f"eager,reduce-overhead,{MAX},dsi", 1),
-    Row("prefill-512", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "512"), 25, f"{MAX},dsi", 1),
-    Row("prefill-2048", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "2048"), 25, f"{MAX},dsi", 1),
+    Row("bert-large", ("decode", "--cases", "bert-large"), 35, f"dsi,eager,reduce-overhead,{MAX}", 1),
+    Row("prefill-512", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "512"), 25, f"dsi,{MAX}", 1),
+    Row("prefill-2048", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "2048"), 25, f"dsi,{MAX}", 1),
     Row(
         "live",
         ("decode", "--cases", "llama-3-8b", "--batches", "16", "--layers", "4", "--cache", "4096", "--live", "512,4080"),
@@ -97,17 +97,17 @@ ROWS = (
         "dsi",
         2,
     ),
-    Row("regions-1600", ("regions", "--widths", "1600"), 20, "eager,reduce-overhead,dsi,dsi-reduce-overhead", 1),
-    Row("regions", ("regions", "--widths", "4256,12288"), 40, "eager,reduce-overhead,dsi,dsi-reduce-overhead", 1),
+    Row("regions-1600", ("regions", "--widths", "1600"), 20, "dsi,dsi-reduce-overhead,eager,reduce-overhead", 1),
+    Row("regions", ("regions", "--widths", "4256,12288"), 40, "dsi,dsi-reduce-overhead,eager,reduce-overhead", 1),
     Row("memory", ("memory", "--cases", "llama-3-8b"), 75),
     Row("int8-rows", ("decode", "--cases", "llama-3-8b", "--layers", "4", *SHORT, "--batches", "2,32,64,128,512"), 35, "dsi,dsi-int8", 5),
     Row("compile", ("compile", "--sides", "dsi"), 75),
-    Row("7b", ("decode", "--cases", "llama-7b", "--layers", "4", *LIVE), 25, f"{MAX},dsi", 1),
-    Row("gpt2-xl-12", ("decode", "--cases", "gpt2-xl", "--layers", "12", *LIVE), 25, f"reduce-overhead,{MAX},dsi,dsi-laid-out", 1),
-    Row("8b-full", ("decode", "--cases", "llama-3-8b", "--layers", "32", *LIVE), 60, "reduce-overhead,dsi,dsi-int8", 1),
+    Row("7b", ("decode", "--cases", "llama-7b", "--layers", "4", *LIVE), 25, f"dsi,{MAX}", 1),
+    Row("gpt2-xl-12", ("decode", "--cases", "gpt2-xl", "--layers", "12", *LIVE), 25, f"dsi,dsi-laid-out,reduce-overhead,{MAX}", 1),
+    Row("8b-full", ("decode", "--cases", "llama-3-8b", "--layers", "32", *LIVE), 60, "dsi,dsi-int8,reduce-overhead", 1),
     Row("repeat", ("repeat",), 100),
     Row("sanitize", ("sanitize",), 150),
-    Row("attention", ("attention",), 60, "eager,dsi", 0),
+    Row("attention", ("attention",), 60, "dsi,eager", 0),
     Row(
         "int8-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, "int8-recipe,torchao,dsi,dsi-int8", 1
     ),
@@ -138,7 +138,16 @@ class Everything:
         return self.ends - time.monotonic()
 
     def run(self, rows: Sequence[Row]) -> bool:
-        """Run the rows that fit; whether all ran well."""
+        """Run the rows that fit; whether all ran well. Where the process is told to end, what was measured is written first."""
+        if threading.current_thread() is not threading.main_thread():
+            return self._run(rows)
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
+        try:
+            return self._run(rows)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _run(self, rows: Sequence[Row]) -> bool:
         for row in rows:
             expected = 0.0 if self.small else row.expected(self.sides)
             if self.left < max(LEAST * expected, 1.0):
@@ -153,25 +162,26 @@ class Everything:
         return all(state["state"] == "ok" for state in self.states)
 
     def _one(self, row: Row, limit: float) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "row.json"
-            command = [*self.program, *row.words, "--json", str(file), "--budget", f"{max(limit - SPARE, 1):.0f}"]
-            command += ["--sides", row.against(self.sides), "--limit", str(LONGEST)] if row.workloads else []
-            command += ["--small"] if self.small else []
-            began = time.monotonic()
+        file = self.out / "row.json"  # whole at any time, and in place, should this process be killed, too
+        file.unlink(missing_ok=True)
+        command = [*self.program, *row.words, "--json", str(file), "--budget", f"{max(limit - SPARE, 1):.0f}"]
+        command += ["--sides", row.against(self.sides), "--limit", str(LONGEST)] if row.workloads else []
+        command += ["--small"] if self.small else []
+        began = time.monotonic()
+        state, why = "stopped", "the run was ended"
+        try:
             state, why = run_within(command, limit, self.log)
-            took = time.monotonic() - began
-            if file.exists():  # whole, whatever has become of the process
+        finally:
+            if file.exists():
                 content = json.loads(file.read_text())
                 self.runs.append({"row": row.name, **content})
-                failed = [
-                    f"{found.get('title', found.get('case', '?'))}: {found['problem']}" for found in content["rows"] if found.get("problem")
-                ]
-                if state == "ok" and (content.get("skipped") or failed):
-                    state, why = "incomplete", "; ".join([*(f"skipped: {name}" for name in content.get("skipped", ())), *failed])
+                left_out = [*(f"skipped: {name}" for name in content.get("skipped", ())), *problems_of(content)]
+                if state == "ok" and left_out:
+                    state, why = "incomplete", "; ".join(left_out)
                 for line in lines_of(content):
                     print(f"    {line}", flush=True)
-            self._note(row, state, took, why)
+            self._note(row, state, time.monotonic() - began, why)
+            file.unlink(missing_ok=True)
 
     def _note(self, row: Row, state: str, took: float, why: str) -> None:
         self.states.append({"row": row.name, "words": list(row.words), "state": state, "seconds": round(took, 1), "why": why})
@@ -189,9 +199,11 @@ def run_within(command: Sequence[str], limit: float, log: Path) -> tuple[str, st
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             return "stopped", f"after {limit:.0f} s"
+        finally:  # of a run that is ended, too
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     return ("ok", "") if code == 0 else ("failed", f"exit status {code}: {last_words(log)}")
 
 
@@ -199,6 +211,12 @@ def last_words(log: Path) -> str:
     """The last line of a log that says something."""
     said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return said[-1][:200] if said else ""
+
+
+def problems_of(content: dict[str, Any]) -> list[str]:
+    """What kept whole rows of a result file from being measured."""
+    rows = [row for row in content["rows"] if row.get("problem")]
+    return [f"{row.get('title', row.get('case', '?'))}: {row['problem']}" for row in rows]
 
 
 def lines_of(content: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 import time
 
@@ -114,6 +115,26 @@ def test_rows_that_abort_hang_or_fault_leave_the_others_and_what_they_had(tmp_pa
     assert (tmp_path / "roofline.svg").exists()
 
 
+def test_a_run_that_is_told_to_end_ends_its_row_and_keeps_what_it_had(tmp_path):
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom bench.everything import Everything, Row\n"
+        "run = Everything(60, Path(sys.argv[1]), 'own', small=False)\nrun.program = [sys.executable, '-c', sys.argv[2]]\n"
+        "run.run([Row('fine', ('fine',), 5.0), Row('hang', ('hang',), 30.0), Row('late', ('fine',), 5.0)])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), FAKE], cwd=everything.ROOT)
+    log = tmp_path / "log.txt"
+    while not (log.exists() and len(log.read_text().split(" hang --json")) == 2 and "\nbegun" in log.read_text().split(" hang --json")[1]):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(20) != 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [state["state"] for state in found["states"]] == ["ok", "stopped"] and [part["row"] for part in found["runs"]] == [
+        "fine",
+        "hang",
+    ]
+
+
 def test_what_is_left_when_the_time_is_over_is_named(tmp_path):
     run_ = Everything(0.5, tmp_path, "own", small=False)
     run_.program = [sys.executable, "-c", FAKE]
@@ -129,7 +150,7 @@ def test_what_does_not_fit_the_time_is_skipped(ran, tmp_path):
     states = json.loads((tmp_path / "results.json").read_text())["states"]
     assert [state["state"] for state in states] == ["skipped", "ok"]
     ((command, limit),) = commands
-    assert limit == pytest.approx(50, abs=1) and float(command[command.index("--budget") + 1]) < limit
+    assert limit == pytest.approx(20 * everything.PATIENCE, abs=1) and float(command[command.index("--budget") + 1]) < limit
 
 
 def test_sides_that_compile_long_are_counted():
