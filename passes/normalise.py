@@ -7,6 +7,7 @@ from dsi.patterns.engine import apply_rules
 from dsi.patterns.rule import Rule
 from dsi.patterns.rules.cast_chain import CastChain
 from dsi.patterns.rules.cast_device import CastDevice
+from dsi.patterns.rules.filled_parts import FilledParts
 from dsi.patterns.rules.neutral_element import NeutralElement
 from dsi.patterns.rules.no_op_cast import NoOpCast
 from dsi.patterns.rules.no_op_copy import NoOpCopy
@@ -41,6 +42,7 @@ RULES: tuple[type[Rule], ...] = (
     PermuteChain,
     OuterProduct,
     SoftmaxView,
+    FilledParts,
 )
 
 

@@ -77,7 +77,7 @@ def _canonical(node: fx.Node) -> dict[str, Any]:
             named[name] = canonical_dim(named[name], dimension_rank(target, named))
     if target in _TAKES_NUMBERS:
         named = {name: constant(a) if isinstance(a, fx.Node) else a for name, a in named.items()}
-    if target is aten.slice.Tensor:
+    if target in (aten.slice.Tensor, aten.slice_scatter.default):
         _slice_bounds(named)
     elif "size" in named:
         named["size"] = _explicit_sizes(named["size"], node)

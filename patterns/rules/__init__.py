@@ -6,6 +6,7 @@ from .attention import Attention
 from .cast_chain import CastChain
 from .cast_device import CastDevice
 from .embedding import Embedding
+from .filled_parts import FilledParts
 from .gated import Gated
 from .gelu import Gelu
 from .kv_write import KvWrite
@@ -40,6 +41,7 @@ RULES: tuple[type[Rule], ...] = (
     CastChain,
     CastDevice,
     Embedding,
+    FilledParts,
     Gated,
     Gelu,
     KvWrite,

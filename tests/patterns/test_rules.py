@@ -316,6 +316,23 @@ case("not rope: pairs stacked the other way", {"rope": 0}, Q, COS, SIN)(
 )
 
 
+def filled(a, b, width, order=(0, 1)):
+    """What AOTAutograd makes of `whole[..., :3] = a` and `whole[..., 3:] = b`."""
+    whole, n = a.new_empty(*a.shape[:-1], width), a.shape[-1]
+    for part, start, end in ((a, 0, n), (b, n, 2**63 - 1))[:: 1 if order == (0, 1) else -1]:
+        whole = whole.slice_scatter(torch.ops.aten.copy(whole[..., start:end], part), 2, start, end)
+    return whole
+
+
+A3, B5 = randn(2, 4, 3), randn(2, 4, 5)
+case("filled parts", {"filled_parts": 1}, A3, B5)(lambda a, b: filled(a, b, 8) * 2)
+case("filled parts, the last first", {"filled_parts": 1}, A3, B5)(lambda a, b: filled(a, b, 8, (1, 0)) * 2)
+case("not filled parts: one is repeated", {"filled_parts": 0}, A3, B5)(lambda a, b: filled(a, b[..., :1], 8) * 2)
+case("not filled parts: some entries stay", {"filled_parts": 0}, A3, B5, randn(2, 4, 9))(
+    lambda a, b, x: x.slice_scatter(a, 2, 0, 3).slice_scatter(b, 2, 3, 8)
+)
+
+
 def parts(a, b, c, s):
     return a * c - b * s, b * c + a * s
 
