@@ -321,8 +321,8 @@ def _arithmetic(work: LinearWork, choice: Choice, int8: bool, device: Device, ti
     rows = 0.0 if work.bare else ROWS[choice.schedule][norm] * steps * choice.block_k * min(choice.block_m, work.rows) / lanes
     if choice.schedule == "gemv" and int8:
         scaled = WORD_SCALE if work.group and work.group % choice.block_k else 0
-        products = PRODUCT_OF_WORDS * choice.digits * choice.block_m
-        return elements / WORD * (products + WORD_BESIDE + scaled) / lanes
+        each = PRODUCT_OF_WORDS * choice.digits * choice.block_m + WORD_BESIDE + scaled
+        return elements / WORD * each / lanes
     if choice.schedule == "gemv":
         return elements * (choice.block_m + CONVERSIONS[work.element_bytes]) / lanes + rows
     products = 2 * elements * max(choice.block_m, 8) / _matrix_rate(work, choice, int8, device)
