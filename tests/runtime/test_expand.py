@@ -198,14 +198,16 @@ def attention_case(seed, batch, heads, kv_heads, queries, keys, size, value_size
     sizes=st.sampled_from([(8, 8), (5, 5), (8, 3)]),
     mask=st.sampled_from([None, "bool", "bool2d", "heads", "float", "min", "wide", "none_seen"]),
     bias=st.sampled_from([None, "alibi", "full"]),
+    sinks=st.booleans(),
     causal=st.booleans(),
     window=st.sampled_from([0, 3]),
     softcap=st.sampled_from([0.0, 5.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_attention_means_the_same(seed, batch, heads, queries, keys, sizes, mask, bias, causal, window, softcap, dtype):
+def test_attention_means_the_same(seed, batch, heads, queries, keys, sizes, mask, bias, sinks, causal, window, softcap, dtype):
     q, k, v, mask, bias = attention_case(seed, batch, *heads, queries, keys, *sizes, mask, bias, dtype)
     options = {"scale": 0.3, "causal": causal, "window": window, "softcap": softcap}
+    options["sinks"] = q[0, :, 0, 0] if sinks else None
     expected = ops.attention_reference(q, k, v, mask, bias, **options)
     got = expanding.attention(q, k, v, mask, bias, **options)
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
