@@ -56,7 +56,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured | str
         look_at_nodes(gm.graph)
         look_at_outputs(gm.graph)
         graph, written = functional_graph(gm.graph, fakes, tracing.fake_mode)
-        metadata = _metadata(gm.graph, example_inputs, len(graph.output_node().args[0]), written)
+        metadata = _metadata(gm.graph, example_inputs, len(graph.output_node().all_input_nodes), written)
     except Refusal as refusal:
         return str(refusal)
     tracing.fw_metadata = metadata

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .plain import OWN, Refusal, memory, why_not_plain
 
+_private: Any = torch  # whose functions for functionalisation have no stubs
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 _COPY = torch.ops.aten.copy_.default
 _REFUSED_TAGS = {
@@ -70,7 +71,9 @@ def _run_functionalised(dynamo: fx.Graph, fakes: Sequence[Tensor], recorder: _Re
     try:
         wrapped = [torch._to_functional_tensor(value) for value in inputs]
         for fake, wrapper in zip(fakes, wrapped, strict=True):
-            torch._mirror_autograd_meta_to(fake, wrapper)  # composite operators look whether a weight wants gradients, even if it gets none
+            _private._mirror_autograd_meta_to(
+                fake, wrapper
+            )  # composite operators look whether a weight wants gradients, even if it gets none
         results = pytree.tree_leaves(_interpret(dynamo, wrapped, recorder))
     finally:
         torch._disable_functionalization()
@@ -79,10 +82,10 @@ def _run_functionalised(dynamo: fx.Graph, fakes: Sequence[Tensor], recorder: _Re
     for number, (value, wrapper) in enumerate(zip(inputs, wrapped, strict=True)):
         torch._sync(wrapper)
         now = torch._from_functional_tensor(wrapper)
-        if torch._functionalize_has_metadata_mutation(wrapper) or torch._functionalize_was_storage_changed(wrapper):
+        if _private._functionalize_has_metadata_mutation(wrapper) or _private._functionalize_was_storage_changed(wrapper):
             raise Refusal(f"the input {number} changes its shape or its memory")
-        if torch._functionalize_has_data_mutation(wrapper) and now is not value:
-            if torch._functionalize_are_all_mutations_hidden_from_autograd(wrapper):
+        if _private._functionalize_has_data_mutation(wrapper) and now is not value:
+            if _private._functionalize_are_all_mutations_hidden_from_autograd(wrapper):
                 raise Refusal(f"the input {number} is written to behind autograd's back")
             value.copy_(now)
             written.append(number)
@@ -211,7 +214,8 @@ def _look_at_result(graph: fx.Graph, dynamo: fx.Graph) -> None:
         elif not written.isdisjoint(node.all_input_nodes):
             raise Refusal(f"{node.name} reads an input that has been written to")
     returned = pytree.tree_leaves(dynamo.output_node().args[0])
-    for mine, theirs in zip(graph.output_node().args[0], returned, strict=True):
+    own: Any = graph.output_node().args[0]
+    for mine, theirs in zip(own, returned, strict=True):
         value, expected = mine.meta["val"], theirs.meta["example_value"]
         if memory(value) in memories:
             raise Refusal(f"the output {theirs.name} shows memory of an input")

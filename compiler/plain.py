@@ -17,8 +17,9 @@ OWN = ("aten", "prims", "dsi")
 """Namespaces of operators that do what their schema says and nothing besides."""
 # Methods and functions that give a tensor, and do more than that.
 _MORE = {"requires_grad_", "retain_grad", "rename_", "share_memory_", "data"}
+_TRANSPOSED = ("T", "mT")  # properties of a tensor that are views of it
 # What gives nothing: a write, and statistics, which Dynamo keeps.
-_GIVE_NOTHING = (operator.setitem, torch._C._log_api_usage_once)
+_GIVE_NOTHING: tuple[Any, ...] = (operator.setitem, torch._C._log_api_usage_once)
 
 
 class Refusal(Exception):
@@ -83,7 +84,7 @@ def look_at_nodes(graph: fx.Graph) -> None:
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         if node.target in _GIVE_NOTHING and not node.users:
             continue
-        if node.op == "call_function" and not _is_plain_function(node.target):
+        if node.op == "call_function" and not _is_plain_function(node):
             raise Refusal(f"{node.name} calls {getattr(node.target, '__module__', None)}.{name}")
         if name in _MORE or _changes_shape_in_place(name):
             raise Refusal(f"{node.name} calls {name}, which changes more than values")
@@ -125,9 +126,12 @@ def memory(value: Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
-def _is_plain_function(target: Any) -> bool:
+def _is_plain_function(node: fx.Node) -> bool:
+    target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace in OWN
+    if target is getattr:
+        return node.args[1] in _TRANSPOSED
     name = getattr(target, "__name__", "")
     return any(getattr(home, name, None) is target for home in _HOMES)
 

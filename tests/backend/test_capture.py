@@ -62,6 +62,16 @@ def test_writes_to_inputs_are_at_the_end():
     assert tracers.own[0][0][-2][0] == "aten.copy_.default", "the last node but the output"
 
 
+def test_properties_that_are_views_are_traced_and_others_left():
+    x = torch.arange(6.0).reshape(2, 3)
+    result, tracers = call(lambda x: x.T * 2 + x.mT, x)
+    assert not tracers.refusals() and torch.equal(result, x.T * 3)
+    graph = fx.Graph()
+    graph.call_function(getattr, (graph.placeholder("x"), "grad")).meta["example_value"] = torch.ones(3)
+    with pytest.raises(plain.Refusal, match="getattr"):
+        plain.look_at_nodes(graph)
+
+
 def test_dsi_compiles_what_one_pass_has_traced(caplog):
     """The backend itself, and the option that has AOTAutograd trace instead."""
     model = zoo.decoder("llama")
