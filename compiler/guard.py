@@ -89,6 +89,8 @@ def _node_reason(node: fx.Node) -> str | None:
     if isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value):
             return f"a value is a tensor subclass ({type(value).__name__})"
+        if value.is_neg():
+            return "a value is negated only where it is read (torch._neg_view, .imag of a conjugate), which kernels cannot see"
         if value.is_complex() and not _turns(node, value):
             return "a value is complex"
         if value.device.type not in (*DEVICES, "meta"):

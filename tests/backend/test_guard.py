@@ -284,6 +284,21 @@ def test_complex_values():
     assert_aside(contexts, "complex")
 
 
+@pytest.mark.parametrize("where", ["input", "inside"])
+def test_values_that_are_negated_only_where_they_are_read(where):
+    """Their memory has the other sign, and kernels read memory."""
+    turned = torch.randn(3, 5, dtype=torch.complex64).conj().imag
+    assert turned.is_neg()
+    x, w = (turned, torch.randn(4, 5)) if where == "input" else (torch.randn(3, 5), torch.randn(4, 5))
+
+    def function(x, w):
+        return F.linear(x if where == "input" else torch._neg_view(x), w)
+
+    with torch.no_grad(), collecting() as contexts:
+        assert torch.equal(compile_with(function)(x, w), function(x, w))
+    assert_aside(contexts, "negated")
+
+
 def test_tensor_subclass():
     from torch.testing._internal.two_tensor import TwoTensor
 
