@@ -146,10 +146,8 @@ class InferenceConfig(Section):
         return given
 
     @classmethod
-    def _unknown(cls, key: Any) -> str:
-        if key in TensorParallelConfig.names():
-            return f"unknown key {key!r}; it belongs into a section: tensor_parallel={{{key!r}: ...}}"
-        return super()._unknown(key)
+    def _sections(cls) -> dict[str, type[Section]]:
+        return {"tensor_parallel": TensorParallelConfig, "checkpoint_config": CheckpointConfig}
 
     @field_validator("tensor_parallel", "checkpoint_config", mode="before")
     @classmethod
@@ -219,7 +217,7 @@ class InferenceConfig(Section):
 
 def _from_json(path: Path) -> Mapping[str, Any]:
     try:
-        read = json.loads(path.read_text())
+        read = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once_each)
     except OSError as error:
         raise ConfigError(f"dsi: config {str(path)!r} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
@@ -227,6 +225,16 @@ def _from_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(read, dict):
         raise ConfigError(f"dsi: config {str(path)!r} holds a {type(read).__name__}; it must hold an object of keys and values")
     return read
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values. Raises ValueError where JSON would take the last of several values of a key in silence."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"the key {key!r} is there twice")
+        made[key] = value
+    return made
 
 
 def _merged(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

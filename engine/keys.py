@@ -55,10 +55,23 @@ class Section(BaseModel):
         return given
 
     @classmethod
+    def _sections(cls) -> dict[str, type[Section]]:
+        """Fields that are sections of their own."""
+        return {}
+
+    @classmethod
     def _unknown(cls, key: Any) -> str:
-        known = [*cls.names(), *cls.without_effect]
-        near = difflib.get_close_matches(str(key), known, 1, 0.5)
-        return f"unknown key {key!r}{f'; did you mean {near[0]!r}?' if near else ''} (known: {', '.join(cls.names())})"
+        """The sentence for a key that nobody knows, with the nearest one, here or in a section."""
+        own = [*cls.names(), *cls.without_effect]
+        inside = {name: section for section, kind in cls._sections().items() for name in (*kind.names(), *kind.without_effect)}
+        if key in inside:
+            return f"unknown key {key!r}; it belongs into a section: {inside[key]}={{{key!r}: ...}}"
+        near = difflib.get_close_matches(str(key), [*own, *inside], 1, 0.5)
+        hint = ""
+        if near:
+            meant = repr(near[0]) if near[0] in own else f"{inside[near[0]]}={{{near[0]!r}: ...}}"
+            hint = f"; did you mean {meant}?"
+        return f"unknown key {key!r}{hint} (known: {', '.join(cls.names())})"
 
 
 def same(name: str, one: Any, other: Any) -> bool:

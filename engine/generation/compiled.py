@@ -39,7 +39,8 @@ def _kept_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 class _Loudly(contextlib.ContextDecorator):
-    """Within: a function that is called with too many shapes is an error. Dynamo would go on uncompiled in silence.
+    """Within: a function that is called with too many shapes is an error, and hooks that a module is given after it was compiled count.
+    Dynamo would go on uncompiled, and leave the hooks out, in silence.
 
     Its configuration is the process's. Whoever is the first to enter, in whatever thread, changes it; the last one to leave puts it back.
     """
@@ -54,7 +55,8 @@ class _Loudly(contextlib.ContextDecorator):
             self._inside += 1
             if self._inside == 1:
                 limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 8 * SHAPES, "fail_on_recompile_limit_hit": True}
-                self._patch = torch._dynamo.config.patch({n: v for n, v in limits.items() if hasattr(torch._dynamo.config, n)})
+                wanted = {**limits, "skip_nnmodule_hook_guards": False}
+                self._patch = torch._dynamo.config.patch({n: v for n, v in wanted.items() if hasattr(torch._dynamo.config, n)})
                 self._patch.__enter__()
 
     def __exit__(self, *error: object) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.utils import GenerationMixin
@@ -43,9 +44,11 @@ def examine(model: Any) -> Decoder:
     for way in [*ways, dict(always_masked=True, rolls=True)]:
         decoder = dataclasses.replace(draft, **way)
         try:
-            decoder = dataclasses.replace(decoder, layers=trial(decoder, number))
-            if decoder.rolls or prepares.own:
-                compare_with_no_cache(decoder)
+            # What a caller's autocast would make of keys and values is not what the model keeps.
+            with torch.autocast(model.device.type, enabled=False):
+                decoder = dataclasses.replace(decoder, layers=trial(decoder, number))
+                if decoder.rolls or prepares.own:
+                    compare_with_no_cache(decoder)
             return decoder
         except NotOurs:
             raise

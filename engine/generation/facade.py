@@ -16,7 +16,7 @@ from .compiled import compiled
 from .decoder import NotOurs
 
 Sample = Callable[..., Any]  # what `_sample` takes, without self; raises NotOurs
-Check = Callable[[int, int], None]  # (prompt, total) in tokens; raises ValueError
+Check = Callable[[int, Any], None]  # (tokens of the prompt, GenerationConfig as prepared); raises ValueError
 
 
 class Facade:
@@ -68,7 +68,7 @@ def _stand_in_class(base: type, sample: Sample, check: Check, compiled_encoder: 
 
     def _validate_generated_length(self: Any, generation_config: Any, input_ids_length: int, *args: Any, **kwargs: Any) -> None:
         base._validate_generated_length(self, generation_config, input_ids_length, *args, **kwargs)  # type: ignore[attr-defined]
-        check(input_ids_length, generation_config.max_length)
+        check(input_ids_length, generation_config)
 
     def _valid_auto_compile_criteria(self: Any, *args: Any, **kwargs: Any) -> bool:
         return False  # what is called is compiled already

@@ -21,6 +21,7 @@ from .examine import examine, position_limit
 from .facade import Facade
 from .loop import Loop
 from .progress import compiling
+from .prompts import check_cache, check_padding, check_prompt, prompt_length, total_length
 from .request import request_of
 from .steps import Steps, recorder_for
 
@@ -59,7 +60,7 @@ class Generator:
         self._kind: tuple[torch.device, torch.dtype] | None = None  # where and in what dtype the loop was made
         self._refused = ""
         self._positions = position_limit(model, model.config)
-        self._facade = Facade(model, options, self._sample, self._check)
+        self._facade = Facade(model, options, self._sample, self._check_prepared)
         self._lock = threading.RLock()
         self._done: Any = None
         self._called = False
@@ -77,12 +78,14 @@ class Generator:
         """transformers' `generate`: token ids, or a ModelOutput with `return_dict_in_generate`.
 
         Raises ValueError, before anything is computed, where the prompt and the new tokens together are more than `max_out_tokens`, or
-        more than the model has positions for.
+        more than the model has positions for, where the prompt is empty, or holds ids that are no tokens.
         """
         given = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
-        prompt = _prompt_length(self.model, given)
+        check_prompt(self.model, given)
+        check_cache(given, None)
+        prompt = prompt_length(self.model, given)
         if prompt is not None:
-            self._check(prompt, _asked(self.model, given, prompt))
+            self._check(prompt, total_length(self.model, given, prompt))
         with self._lock, torch.inference_mode(False), torch.no_grad(), loudly, self._ordered():
             self.why_not_ours = "the way to generate is none of the loop's"
             return self._facade.stand_in().generate(*args, **kwargs)
@@ -91,6 +94,8 @@ class Generator:
 
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """transformers' `_sample` by the engine's loop. Raises `NotOurs`."""
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in kwargs.get("stopping_criteria") or ())
+        check_padding(self.model, kwargs["generation_config"], input_ids.shape[0], ends)
         try:
             loop = self._ready()
             request = request_of(loop.decoder, loop.device, input_ids, *args, **kwargs)
@@ -137,6 +142,10 @@ class Generator:
             self.loop = Loop(decoder, self.min_out_tokens, self.max_out_tokens, self.options, steps, device)
         return self.loop
 
+    def _check_prepared(self, prompt: int, config: Any) -> None:
+        check_cache({}, config.cache_implementation)
+        self._check(prompt, config.max_length)
+
     def _check(self, prompt: int, total: int) -> None:
         asked = f"dsi: a prompt of {prompt} tokens and {total - prompt} new ones are {total} tokens"
         if total > self.max_out_tokens:
@@ -166,31 +175,3 @@ class Generator:
 _CACHE_FIELD = next(
     name for name in ("cache", "past_key_values") if name in {f.name for f in dataclasses.fields(GenerateDecoderOnlyOutput)}
 )
-
-
-def _prompt_length(model: Any, given: dict[str, Any]) -> int | None:
-    """Tokens of the prompt, or those that a decoder behind an encoder starts with; None where it cannot be seen."""
-    if model.config.is_encoder_decoder:
-        ids = given.get("decoder_input_ids")
-    else:
-        ids = next((given[name] for name in ("inputs", "input_ids") if given.get(name) is not None), None)
-    if ids is None:
-        return 1 if given.get("inputs_embeds") is None else None
-    return ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 else None
-
-
-def _asked(model: Any, given: dict[str, Any], prompt: int) -> int:
-    """Tokens of a row at most, as transformers will work it out: arguments, then the call's configuration, then the model's."""
-
-    def value(name: str) -> int | None:
-        configs = (given.get("generation_config"), model.generation_config)
-        found = (given.get(name), *(getattr(config, name, None) for config in configs))
-        return next((number for number in found if number is not None), None)
-
-    if (new := value("max_new_tokens")) is not None:
-        return prompt + new
-    if (length := value("max_length")) is not None:
-        return length
-    default = prompt + 20
-    positions = getattr(model.config, "max_position_embeddings", None)
-    return default if positions is None else min(default, positions)

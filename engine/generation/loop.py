@@ -105,12 +105,13 @@ class Loop:
         return Made(state.ids[:, : n + self.taken].clone(), cache, request.held + request.fed + self.taken - 1, first)
 
     def fingerprint(self) -> Hashable:
-        """Changes where a weight lies elsewhere, was written to, or a module is another: what was recorded reads the old one, or an int8
-        form of it."""
+        """Changes where a weight lies elsewhere, was written to, or a module is another or has other hooks: what was recorded reads the old
+        one, or an int8 form of it."""
         model = self.decoder.model
         tensors = [*model.parameters(), *model.buffers()]
         weights = tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
-        return tuple(id(part) for part in model.modules()), weights, packs.refreshed
+        parts = tuple((id(part), tuple(part._forward_hooks), tuple(part._forward_pre_hooks)) for part in model.modules())
+        return parts, weights, packs.refreshed
 
     def measured(self) -> tuple[Callable[[], None], Callable[[], None], int] | None:
         """For benchmarks: what launches the last decode step once more, what sets its counters back to where the last request began to

@@ -59,9 +59,11 @@ def request_of(
     streamer: Any = None,
     **given: Any,
 ) -> Request:
-    """The request for the arguments of transformers' `_sample`. Raises `NotOurs` where the loop would do something else."""
+    """The request for the arguments of transformers' `_sample`. Raises `NotOurs` where the loop would do something else, ValueError for a
+    cache that does not fit the prompt."""
     config = generation_config
-    _refuse_options(config, synced_gpus)
+    _refuse_options(config, synced_gpus, device)
+    input_ids = input_ids.to(torch.int64) if input_ids.dtype in (torch.int32, torch.int16) else input_ids
     if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.shape[1] == 0:
         raise NotOurs("the prompt holds no token ids")
     for name, value in given.items():
@@ -88,7 +90,9 @@ def request_of(
     )
 
 
-def _refuse_options(config: Any, synced_gpus: bool) -> None:
+def _refuse_options(config: Any, synced_gpus: bool, device: torch.device) -> None:
+    if torch.is_autocast_enabled(device.type):
+        raise NotOurs("autocast is on")
     if synced_gpus:
         raise NotOurs("GPUs generate in step")
     if not config.use_cache:
@@ -119,8 +123,10 @@ def _past(given: dict[str, Any], config: Any, decoder: Decoder, rows: int) -> tu
     if not is_growing(cache):
         raise NotOurs(f"the cache is the caller's own {type(cache).__name__}")
     held = int(cache.get_seq_length())
-    if held and (len(cache.layers) != len(decoder.layers) or any(layer.keys.shape[0] != rows for layer in cache.layers)):
-        raise NotOurs("the caller's cache is of another model or batch")
+    if held and len(cache.layers) != len(decoder.layers):
+        raise NotOurs("the caller's cache is of another model")
+    if held and (others := {layer.keys.shape[0] for layer in cache.layers} - {rows}):
+        raise ValueError(f"dsi: the cache holds {others.pop()} rows, and the prompt has {rows}: give the cache of these rows, or none")
     return cache, held
 
 
@@ -133,7 +139,9 @@ def _fed(ids: Tensor, mask: Tensor | None, config: Any, held: int) -> int:
     covered = mask.shape[1] if mask is not None else getattr(config, "_mask_length", -1)
     fed = n - held if held and covered == n else n
     if fed < 1:
-        raise NotOurs(f"{n} tokens are given, and the cache holds {held}")
+        raise ValueError(
+            f"dsi: {n} tokens are given, and the cache holds {held}: give the whole text, with at least one token behind what is held"
+        )
     return fed
 
 
@@ -142,7 +150,8 @@ def _mask(mask: Tensor | None, device: torch.device, rows: int, tokens: int) -> 
         return None
     if mask.dim() != 2 or tuple(mask.shape) != (rows, tokens):
         raise NotOurs(f"the attention mask is {tuple(mask.shape)}, not {(rows, tokens)}")
-    return None if rows == 1 and bool((mask == 1).all()) else mask.to(device)
+    seen = mask.to(device) != 0  # as transformers reads it, whatever its dtype
+    return None if rows == 1 and bool(seen.all()) else seen
 
 
 def _positions(positions: Tensor | None, device: torch.device, fed: int) -> Tensor:

@@ -92,6 +92,8 @@ def test_tensor_parallel_is_a_section(section):
         parse(**{section: 4})
     with pytest.raises(ConfigError, match=r"belongs into a section: tensor_parallel"):
         parse(tp_size=4)
+    with pytest.raises(ConfigError, match=r"unknown key 'tp_sise'; did you mean tensor_parallel=\{'tp_size': \.\.\.\}\?"):
+        parse(tp_sise=4)
 
 
 @pytest.mark.parametrize("section", ["checkpoint_config", "ckpt_config"])
@@ -183,6 +185,11 @@ def test_mistakes_in_the_config_file(tmp_path):
     path.write_text("{not json")
     with pytest.raises(ConfigError, match=r"config.json' is not JSON: .*line 1 column 2"):
         parse(path)
+    path.write_text('{"dtype": "fp32", "dtype": "fp16"}')
+    with pytest.raises(ConfigError, match=r"config.json' is not JSON: the key 'dtype' is there twice"):
+        parse(path)
+    path.write_text('\ufeff{"dtype": "fp32"}', encoding="utf-8")
+    assert parse(path).dtype == torch.float32
     path.write_text("[1]")
     with pytest.raises(ConfigError, match=r"config.json' holds a list"):
         parse(path)
