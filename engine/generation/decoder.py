@@ -50,7 +50,8 @@ class Decoder:
     def decoding(self) -> contextlib.AbstractContextManager[Any]:
         """Within: experts are computed as transformers has them computed for a few tokens at a time, without a look at the host."""
         optimised = getattr(self.model, "_optimize_model_for_decode", contextlib.nullcontext)
-        return optimised()  # type: ignore[no-any-return, operator]
+        within: contextlib.AbstractContextManager[Any] = optimised()
+        return within
 
     def logits(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, fed: Tensor, keep: Tensor | None) -> Tensor:
         """Logits [rows, new or 1, vocabulary] behind ids [rows, new], of which the `fed` [] last are tokens if the model rolls, the first

@@ -40,9 +40,9 @@ def examine(model: Any) -> Decoder:
     prepares = Preparation(model, cache_name)
     draft = Decoder(model, (), cache_name, "position_ids" in accepted, "logits_to_keep" in accepted, False, False, prepares)
     # transformers says which models are right with free slots behind the newest token; no trial call could tell.
-    ways = [dict(always_masked=False), dict(always_masked=True)] if getattr(model, "_can_compile_fullgraph", False) else []
-    for way in [*ways, dict(always_masked=True, rolls=True)]:
-        decoder = dataclasses.replace(draft, **way)
+    stays = bool(getattr(model, "_can_compile_fullgraph", False))
+    for masked, rolls in [*([(False, False), (True, False)] if stays else []), (True, True)]:
+        decoder = dataclasses.replace(draft, always_masked=masked, rolls=rolls)
         try:
             # What a caller's autocast would make of keys and values is not what the model keeps.
             with torch.autocast(model.device.type, enabled=False):

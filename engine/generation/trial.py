@@ -118,7 +118,7 @@ def compare_with_no_cache(decoder: Decoder) -> None:
     Two rows of six tokens: what is true of the model's positions and masks at any length shows in them.
     """
     model = decoder.model
-    embeddings = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    embeddings = model.get_input_embeddings().weight  # type: ignore[operator]
     device = embeddings.device
     ids = (torch.arange(ROWS * TOKENS, device=device).reshape(ROWS, TOKENS) * 31 + 7) % embeddings.shape[0]
     mask = torch.ones(ROWS, TOKENS + 3, dtype=torch.int64, device=device)
