@@ -18,7 +18,7 @@ from .cache import DiskCache
 from .fallback import FallingBack
 from .graphs import GraphedProgram, written_inputs
 from .inductor_api import static_inputs
-from .kernels import device_name, kernels_for, renew
+from .kernels import KernelSet, device_name, kernels_for, renew
 from .launch import GeneratedKernel
 from .program import Kernels, Program, RegionKernel, build
 from .sizes import Sizes
@@ -117,10 +117,14 @@ def generated_kernels(context: Context, device: torch.device | str, made: list[M
             if found not in context.report.unfused:
                 context.report.unfused.append(found)
             return None
-        kernel = GeneratedKernel(found, values, sizes, disk, here, overlaps)
+
+        def remade(found: KernelSet) -> GeneratedKernel:
+            return GeneratedKernel(found, values, sizes, disk, here, overlaps)
+
+        kernel = remade(found)
         if made is not None:
             made.append((region, kernel))
-        return FallingBack(kernel, region, context)
+        return FallingBack(kernel, region, context, remade)
 
     return kernels
 

@@ -1,16 +1,19 @@
-"""A region whose kernel the device cannot hold runs by references, and the report says so."""
+"""A region whose kernel the device cannot hold runs with fewer steps in flight, and at last by references; the report says so."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from dsi.codegen.kernel import Kernel, Launch
 from dsi.ir.context import Context
 from dsi.ir.errors import Refusal
 from dsi.ir.region import Region
 
+from .kernels import KernelSet, keep
 from .launch import GeneratedKernel
 from .program import ReferenceKernel
 from .sizes import Environment
@@ -21,32 +24,60 @@ log = logging.getLogger("dsi.runtime")
 class FallingBack:
     """Runs a region by `kernel`, until that asks for more shared memory or registers than the device has.
 
-    How much a kernel needs is known when Triton has compiled it, which the choice of its blocks could only estimate. Nothing of a region's
-    results was stored then that the references do not store anew.
+    How much a kernel needs is known when Triton has compiled it, which the choice of its blocks could only estimate (tiles of branches that
+    exclude each other may lie side by side). Then `remake` makes it again with one step less of its loop in flight, as long as there are
+    two; after that references run. Nothing of a region's results was stored by then that is not stored anew.
     """
 
-    def __init__(self, kernel: GeneratedKernel, region: Region, context: Context):
+    def __init__(self, kernel: GeneratedKernel, region: Region, context: Context, remake: Callable[[KernelSet], GeneratedKernel]):
         self.allocate = kernel.allocate
-        self._kernel, self._region, self._context = kernel, region, context
+        self._kernel, self._region, self._context, self._remake = kernel, region, context, remake
         self._instead: ReferenceKernel | None = None
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
         if self._instead is None:
             from triton.runtime.errors import OutOfResources
 
-            try:
-                self._kernel(inputs, outputs, sizes)
-                return
-            except OutOfResources as error:
-                self._give_up(str(error).strip())
+            while True:
+                try:
+                    self._kernel(inputs, outputs, sizes)
+                    return
+                except OutOfResources as error:
+                    if not self._shrink(sizes, str(error).strip()):
+                        break
         assert self._instead is not None
         self._instead(inputs, outputs, sizes)
 
-    def _give_up(self, reason: str) -> None:
-        self._instead = ReferenceKernel(self._region)
-        refusal = Refusal(f"its kernel does not fit the device, so it runs by references: {reason}", node=self._region.name)
-        self._context.report.unfused.append(refusal)
-        log.warning("dsi: %s: %s", self._region.name, refusal.reason)
+    def _shrink(self, sizes: Environment, reason: str) -> bool:
+        """Whether there is a smaller kernel to be tried, which `_kernel` is then; else the references are to run."""
+        failed = self._kernel.chosen(sizes)
+        smaller = fewer_stages(failed)
+        if smaller is None:
+            self._instead = ReferenceKernel(self._region)
+            refusal = Refusal(f"its kernel does not fit the device, so it runs by references: {reason}", node=self._region.name)
+            self._context.report.unfused.append(refusal)
+            log.warning("dsi: %s: %s", self._region.name, refusal.reason)
+            return False
+        found = self._kernel.found
+        found = dataclasses.replace(found, variants=tuple(smaller if kernel is failed else kernel for kernel in found.variants))
+        keep(self._region, self._context, found)
+        self._kernel = self._remake(found)
+        note = f"{self._region.name}: its kernel does not fit the device, so fewer steps of its loop are in flight: {reason}"
+        self._context.report.notes.append(note)
+        log.info("dsi: %s", note)
+        return True
 
     def describe(self) -> str:
         return self._kernel.describe() if self._instead is None else self._instead.describe()
+
+
+def fewer_stages(kernel: Kernel) -> Kernel | None:
+    """The kernel with one stage less where a launch has most of them; None where no launch has two."""
+    most = max((launch.num_stages for launch in kernel.launches if isinstance(launch, Launch)), default=1)
+    if most < 2:
+        return None
+    launches = tuple(
+        dataclasses.replace(launch, num_stages=most - 1) if isinstance(launch, Launch) and launch.num_stages == most else launch
+        for launch in kernel.launches
+    )
+    return dataclasses.replace(kernel, launches=launches)

@@ -80,6 +80,16 @@ def kernels_for(region: Region, context: Context) -> KernelSet | Refusal:
     return dataclasses.replace(found, node=region.name)
 
 
+def keep(region: Region, context: Context, found: KernelSet) -> None:
+    """Has `found` be the kernels of `region` and of all equal ones from now on, on disk too."""
+    device = device_name(context)
+    with _lock:
+        _sets[device, region.key or f"{region.name} {id(region)}"] = found
+    region.kernels = list(found.variants)
+    if region.key:
+        _write(DiskCache(device, context.options.cache), region.key, found)
+
+
 def renew(regions: Sequence[Region], device: str) -> None:
     """Has the kernels of some regions generated anew, because other choices are known to be better."""
     with _lock:

@@ -54,6 +54,10 @@ class GeneratedKernel:
         from several threads. Raises what Triton raises, where one cannot be compiled or loaded."""
         return self._chosen(sizes).compile(inputs, outputs, sizes)
 
+    def chosen(self, sizes: Environment) -> Kernel:
+        """The variant that runs at these sizes."""
+        return self._chosen(sizes).kernel
+
     def _chosen(self, sizes: Environment) -> _Variant:
         if len(self._variants) == 1:
             return self._variants[0]
