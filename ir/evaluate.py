@@ -224,7 +224,7 @@ class _Run:
         )
         mask, bias = (None if e is None else operand(e, B, H, S, J) for e in (plan.mask, plan.bias))
         sinks = None if plan.sinks is None else operand(plan.sinks, H)
-        attributes = {"scale": plan.scale, "causal": plan.causal, "window": plan.window, "softcap": plan.softcap}
+        attributes: dict[str, Any] = {"scale": plan.scale, "causal": plan.causal, "window": plan.window, "softcap": plan.softcap}
         result = attention_reference(q, k, v, mask, bias, sinks, **attributes)
         values = _Values(self, window=lambda w, e: result[e[B], e[H], e[S], e[E]])
         for store in plan.stores:

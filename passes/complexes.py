@@ -150,9 +150,9 @@ def _view(writer: _Writer, value: fx.Node) -> fx.Node | None:
     elif value.target is aten.permute.default:
         args = [[*(d % rank for d in args[0]), rank]]  # type: ignore[union-attr]
     elif value.target is aten.transpose.int:
-        args = [d % rank for d in args]  # type: ignore[operator]
+        args = [d % rank for d in args]
     elif args:
-        args = [args[0] % (rank + (value.target is aten.unsqueeze.default)), *args[1:]]  # type: ignore[operator]
+        args = [args[0] % (rank + (value.target is aten.unsqueeze.default)), *args[1:]]
     return writer.emit(value.target, writer.real(source), *args)
 
 
