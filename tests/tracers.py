@@ -116,3 +116,13 @@ def recorded(metadata: Any) -> Any:
         metadata.mutated_inp_runtime_indices,
         (metadata.num_intermediate_bases, metadata.tokens, metadata.bw_donated_idxs, metadata.grad_enabled_mutation),
     )
+
+
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Tracers]:
+    """The result of `function`, compiled without gradients by `Tracers`, and those; the graphs have been compared."""
+    torch._dynamo.reset()
+    tracers = Tracers()
+    with torch.no_grad():
+        result = torch.compile(function, backend=tracers)(*args, **kwargs)
+    tracers.assert_equal()
+    return result, tracers
