@@ -88,7 +88,15 @@ class Generator:
             self._check(prompt, total_length(self.model, given, prompt))
         with self._lock, torch.inference_mode(False), torch.no_grad(), loudly, self._ordered():
             self.why_not_ours = "the way to generate is none of the loop's"
-            return self._facade.stand_in().generate(*args, **kwargs)
+            before = self._facade.called
+            made = self._facade.stand_in().generate(*args, **kwargs)
+            if self.why_not_ours and self._facade.called == before:
+                log.warning(
+                    "dsi: nothing of this generation was compiled: the generate of %s runs a model inside of it; give init_inference "
+                    "that model",
+                    type(self.model).__name__,
+                )
+            return made
 
     # --------------------------------------------------------------------------------------------------------------------- the loop
 

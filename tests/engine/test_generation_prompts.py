@@ -136,3 +136,23 @@ class TestTakenAsTransformersTakesIt:
         finally:
             handle.remove()
         assert torch.equal(engine.generate(ids, **HOW), before)
+
+    def test_a_wrapper_that_generates_with_the_model_inside_is_warned_of(self, caplog):
+        """As adapters' wrappers do: what runs is the model inside, as it is."""
+
+        class Wrapper(torch.nn.Module):
+            def __init__(self, model):
+                super().__init__()
+                self.base_model, self.config, self.generation_config = model, model.config, model.generation_config
+                self.can_generate, self.device, self.dtype = model.can_generate, model.device, model.dtype
+
+            def forward(self, *args, **kwargs):
+                return self.base_model(*args, **kwargs)
+
+            def generate(self, *args, **kwargs):
+                return self.base_model.generate(*args, **kwargs)
+
+        model = small_llama()
+        made = engine_of(Wrapper(model)).generate(prompt(1, 7), **HOW)
+        assert torch.equal(made, eager(model, prompt(1, 7), **HOW))
+        assert "nothing of this generation was compiled: the generate of Wrapper runs a model inside of it" in caplog.text
