@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import sympy
 import torch
-from dsi.codegen import Choice, cost, linear_cost
+from dsi.codegen import Choice, cost, generate, linear_cost
 from dsi.codegen.devices import A100, DEVICES, H200, find_device
-from dsi.codegen.linear_cost import linear_work
+from dsi.codegen.linear_choices import SCRATCH
+from dsi.codegen.linear_cost import linear_work, shared_bytes
+from dsi.codegen.roofline import assumptions
+from torch import nn
+
+import dsi
 
 from . import plans
+from .support import resources
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -189,3 +196,26 @@ def test_devices_are_found_by_their_cuda_names():
     assert find_device("NVIDIA H200 sm_90") is H200 and find_device("none") is H200
     for device in DEVICES.values():
         assert device.bandwidth > 1e12 and device.matrix[2] > device.matrix[4] and device.launch < 1e-5
+
+
+def test_shared_memory_of_branches_that_exclude_each_other_is_not_underestimated():
+    """q, k and v of an encoder: a program takes one of three weights, and Triton gives each branch's tiles a place of their own."""
+
+    class Projections(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.q, self.k, self.v = nn.LayerNorm(256), nn.Linear(256, 192), nn.Linear(256, 192), nn.Linear(256, 192)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return self.q(y), self.k(y), self.v(y)
+
+    with torch.device("meta"):
+        model = Projections().half().eval()
+        (region,) = dsi.explain(model, torch.empty(128, 256, dtype=torch.float16)).regions
+    choice = Choice("tiled", None, 64, 64, 64, 64, 4, 3, apart=True)
+    (kernel,) = generate(region.spec, choice)
+    work = linear_work(region.spec, 128, assumptions(region.spec.plan, choice))
+    tiles = (64 + 64) * 64 * 2 * 3
+    used = resources(SimpleNamespace(spec=region.spec), kernel, 90)["SHARED"]
+    assert tiles < used <= shared_bytes(work, choice) + SCRATCH
