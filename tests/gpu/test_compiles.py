@@ -56,7 +56,9 @@ def test_attention_over_a_cache(dtype, heads, d, compile_only, tmp_path):
     test_kernels.test_attention_over_a_cache(dtype, (129, 77), heads, d, tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"mask": "bool"}, {"causal": True, "window": 70, "softcap": 20.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"mask": "bool"}, {"causal": True, "window": 70, "softcap": 20.0, "sinks": True}], ids=str
+)
 @pytest.mark.parametrize("d", [64, 80, 128])
 def test_attention_of_a_prompt(options, d, compile_only, tmp_path):
     test_kernels.test_attention_of_a_prompt(options, d, tmp_path)

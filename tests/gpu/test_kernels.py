@@ -150,7 +150,7 @@ def test_attention_over_a_cache(dtype, live, heads, d, tmp_path):
     """Keys over several programs, with and without matrix units, live keys behind padding."""
     j = torch.arange(640)
     mask = torch.stack([(j >= 640 - some) if number else (j < some) for number, some in enumerate(live)])[:, None, None]
-    case = plans.attention(dtype, 2, *heads, 1, 640, d, mask=mask)
+    case = plans.attention(dtype, 2, *heads, 1, 640, d, mask=mask, sinks=live == (129, 77))
     rows = heads[0] // heads[1]
     parts = 128 if d == 152 else 1
     for block_m, split, block_s in ((16, 1, 512), (16, 8, 128), (rows, 4, 256), (rows, 32, 1)):
@@ -161,7 +161,9 @@ def test_attention_over_a_cache(dtype, live, heads, d, tmp_path):
         check(case, choice, tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"mask": "bool"}, {"causal": True, "window": 70, "softcap": 20.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"mask": "bool"}, {"causal": True, "window": 70, "softcap": 20.0, "sinks": True}], ids=str
+)
 @pytest.mark.parametrize("d", [64, 80, 128])
 def test_attention_of_a_prompt(options, d, tmp_path):
     """Blocks that all rows see and the others, at sizes that no block divides."""
