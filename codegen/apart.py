@@ -16,7 +16,7 @@ from dsi.ir import tile as t
 
 from .builder import Builder, triton_type
 from .columns import ceil_div
-from .deferred import unconditional
+from .deferred import constant, unconditional
 from .kernel import Choice
 from .layout import Text
 from .linear import Grid, Linear
@@ -108,7 +108,7 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
         # Constants come from memory, and what the kernel before wrote from the cache: not one after the other.
         with linear.steps({}) as printer:
             for load in unconditional(roots):
-                if load.input in spec.constants and isinstance(load, t.Load):
+                if constant(load, spec.constants):
                     printer.value(load)
     builder.wait(body)
     statistics = linear.row_norms(body)

@@ -50,6 +50,11 @@ def mentions(expr: t.Expr) -> bool:
     return any(isinstance(part, t.Statistic) for part in t.parts_of(expr))
 
 
+def constant(load: t.Load, constants: frozenset[int]) -> bool:
+    """Whether all that a load reads are inputs that no kernel writes, those included that say where it reads (a gather's indices)."""
+    return all(part.input in constants for part in t.parts_of(load) if isinstance(part, t.Load))
+
+
 def unconditional(roots: Iterable[t.Expr]) -> Iterator[t.Load]:
     """The loads that an expression needs whatever a condition in it says, at the point itself."""
     seen: set[int] = set()

@@ -19,7 +19,7 @@ from dsi.ir import tile as t
 
 from .builder import Block, Builder
 from .columns import Columns, U, ceil_div, cuts_of
-from .deferred import deferred_norm, unconditional
+from .deferred import constant, deferred_norm, unconditional
 from .integers import normalise
 from .kernel import Choice
 from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction
@@ -234,12 +234,12 @@ class Linear:
         if ahead:
             products.ahead()
             scales = self.scales(printers, segment, lambda number: number in self.spec.constants)
-            self.load_early(printers, segment, lambda load: load.input in self.spec.constants)
+            self.load_early(printers, segment, lambda load: constant(load, self.spec.constants))
             self.builder.wait(body)
             statistics = self.statistics(body)
             if first:
                 self.row_stores(body, statistics)
-            self.load_early(printers, segment, lambda load: load.input not in self.spec.constants)
+            self.load_early(printers, segment, lambda load: not constant(load, self.spec.constants))
         scales = {**scales, **self.scales(printers, segment, lambda number: not ahead or number not in self.spec.constants)}
         sums = products.run(statistics)
         done, header = body, ""

@@ -18,7 +18,7 @@ from dsi.ir.errors import refuse
 
 from .builder import Block, triton_type
 from .columns import Columns
-from .deferred import unconditional
+from .deferred import constant, unconditional
 from .integers import normalise
 from .printer import Printer, Tile, unrounded
 from .quantised import rounded_rows, scaled, step_scale, within_step
@@ -67,7 +67,7 @@ class Products:
             self.x_printer = self.step_printer(self.outer({}), {})
             self.x_printer.expect([self.x])
             for load in unconditional([self.x]):
-                if load.input in self.spec.constants:
+                if constant(load, self.spec.constants):
                     self.x_printer.value(load)
 
     # -------------------------------------------------------------------------------------------------------------------- loop

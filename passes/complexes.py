@@ -33,6 +33,8 @@ def in_reals(gm: fx.GraphModule, context: Context) -> None:
         if not context.fuel.take(f"{NAME}: {node.name} at {source_line(node) or 'an unknown line'} (passes/complexes.py)"):
             break
         real, value = writer.real(node.args[0]), node.meta["val"]
+        if (real.meta["val"].dtype, real.meta["val"].shape) != (value.dtype, value.shape):
+            continue
         if same_strides(real.meta["val"], value):
             node.replace_all_uses_with(real)
         elif memory_order(value) is not None:
@@ -82,13 +84,14 @@ class _Writer:
 
     def emit(self, target: Any, *args: Any) -> fx.Node:
         """A new node behind the complex value whose twin is being written."""
+        with self.context.faking():
+            value = target(*map_arg(args, lambda n: n.meta["val"]))
         with self.graph.inserting_before(self._before[-1]):
             node = self.graph.call_function(target, args)
         origin = self._before[-1].prev.prev
         node.meta |= {k: origin.meta[k] for k in ("stack_trace", "source_fn_stack", "nn_module_stack") if k in origin.meta}
         node.meta["dsi_provenance"] = (NAME, origin.name)
-        with self.context.faking():
-            node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
+        node.meta["val"] = value
         self._added.append(node)
         return node
 
@@ -136,7 +139,9 @@ def _product(writer: _Writer, value: fx.Node) -> fx.Node | None:
     if isinstance(b, complex) or (isinstance(b, fx.Node) and not isinstance(b.meta.get("val"), torch.Tensor)):
         return None
     twin = writer.real(a)
-    return writer.emit(aten.mul.Tensor, twin, writer.emit(aten.unsqueeze.default, b, -1) if isinstance(b, fx.Node) else b)
+    if isinstance(b, fx.Node) and b.meta["val"].dim():  # with a dimension, a scalar would have a say in the dtype
+        b = writer.emit(aten.unsqueeze.default, b, -1)
+    return writer.emit(aten.mul.Tensor, twin, b)
 
 
 def _view(writer: _Writer, value: fx.Node) -> fx.Node | None:
@@ -153,7 +158,11 @@ def _view(writer: _Writer, value: fx.Node) -> fx.Node | None:
         args = [d % rank for d in args]
     elif args:
         args = [args[0] % (rank + (value.target is aten.unsqueeze.default)), *args[1:]]
-    return writer.emit(value.target, writer.real(source), *args)
+    twin = writer.real(source)
+    try:
+        return writer.emit(value.target, twin, *args)
+    except (RuntimeError, ValueError):  # a product's twin need not lie in memory as the product does: no view of it has these sizes
+        return None
 
 
 def _same(writer: _Writer, value: fx.Node) -> fx.Node | None:

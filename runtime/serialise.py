@@ -94,6 +94,7 @@ def _step_to_json(launch: Launch | LibraryCall) -> dict[str, Any]:
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
         "options": launch.options,
+        "words": list(launch.words),
     }
 
 
@@ -122,6 +123,7 @@ def _step_from_json(value: dict[str, Any]) -> Launch | LibraryCall:
         num_warps=value["num_warps"],
         num_stages=value["num_stages"],
         options=value["options"],
+        words=tuple(value["words"]),
     )
 
 

@@ -42,9 +42,9 @@ class Steps:
         if found is None and may and self._seen[here] >= plain:
             found = self._record(key[0], here, step)
         if found is None:
-            self._seen[here] += 1
             self.plain += 1
             step()
+            self._seen[here] += 1  # a step that was broken off has not compiled all that a record needs
             return None
         self._recorded.move_to_end(here)
         launch = functools.partial(self._launch, found[0])

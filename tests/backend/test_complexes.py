@@ -95,3 +95,26 @@ def test_a_complex_result():
     got, _ = compiled(function, X, W, ANGLES)
     torch.testing.assert_close(got, function(X, W, ANGLES))
     assert torch.view_as_real(got[0]).data_ptr() == got[1].data_ptr(), "one is a view of the other, as in eager"
+
+
+def test_a_view_that_only_the_complex_product_has_is_read_behind_it():
+    """The product of a transposed value keeps its order in memory, its twin in reals does not."""
+
+    def function(q, table):
+        product = torch.view_as_complex(q).transpose(1, 2) * torch.view_as_complex(table)[None, None]
+        return torch.view_as_real(product.transpose(1, 2).view(B, S, -1)).flatten(2) + 1
+
+    q, table = torch.randn(B, S, H, D // 2, 2), torch.randn(S, D // 2, 2)
+    got, _ = compiled(function, q, table)
+    torch.testing.assert_close(got, function(q, table))
+
+
+def test_a_scalar_of_another_precision_has_no_say_in_the_dtype():
+    def function(q, scale):
+        return torch.view_as_real(torch.view_as_complex(q) * scale).flatten(3) * 2
+
+    q, scale = torch.randn(B, S, H, D // 2, 2), torch.tensor(0.3, dtype=torch.float64)
+    got, report = compiled(function, q, scale)
+    wanted = function(q, scale)
+    assert got.dtype == wanted.dtype == torch.float32 and report.hits["complex_in_reals"] == 1
+    torch.testing.assert_close(got, wanted)

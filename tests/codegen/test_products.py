@@ -3,12 +3,16 @@ sums."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from dsi.codegen import Choice, generate
 from dsi.ir import tile as t
+from torch import nn
+
+import dsi
 
 from . import plans
 from .support import check, resources
@@ -105,3 +109,36 @@ def test_compiles_for_hopper(name, choice):
     used = resources(case, kernel, 90)
     assert used["STACK"] == used["LOCAL"] == 0 and used["SHARED"] <= 227 * 1024, used
     assert isinstance(case.spec.plan, t.LinearPlan)
+
+
+class Looked(nn.Module):
+    """A table looked up by indices that the graph computes: before the product, behind it, and in a norm's place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(64, 64))
+        self.first, self.second, self.third = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, z, a, b, c):
+        index = a + b * c
+        u = self.first(z * self.table[index])
+        v = self.second(torch.relu(u) * self.table[index])
+        return self.third(v) + self.table[index], index
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"apart": True}, {"block_k": 32}], ids=str)
+def test_what_says_where_a_constant_is_read_must_be_constant_too(rows, options):
+    indices = [torch.randint(0, 3, (rows,)) for _ in range(3)]
+    regions = dsi.explain(Looked().half().eval(), torch.randn(rows, 64).half(), *indices).regions
+    early = 0
+    for region in regions:
+        if region.kind != "linear":
+            continue
+        constants = {region.spec.inputs[number].name for number in region.spec.constants}
+        (kernel,) = generate(region.spec, replace(Choice("gemv", rows, rows, 8, 64, 64, 4, 1), **options))
+        for function in kernel.source.split("@triton.jit")[1:]:
+            read = re.findall(r"tl\.load\((\w+)_ptr", function.split("gdc_wait()")[0])
+            early += len(read)
+            assert set(read) <= constants, (region.name, options)
+    assert early  # weights are

@@ -116,6 +116,7 @@ def kernel(source: str = "ANSWER = 41 + 1\n") -> Kernel:
         (CeilDiv(rows, 16), sympy.ceiling(rows / 3), FloorDiv(rows, 5) + Max(rows, 2)),
         4,
         2,
+        words=(0, 2),
     )
     return Kernel("k", source, digest_of(source), (launch,), 64, "skinny", (Workspace(rows * 2, "int32", True),))
 
