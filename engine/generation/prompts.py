@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.generation.utils import GenerationMixin
 
 TEXT = ("inputs", "input_ids")
 # What a text comes with. Beside anything else (images, say) a token id may be a mark that is never looked up.
@@ -19,8 +20,9 @@ def check_prompt(model: Any, given: Mapping[str, Any]) -> None:
     has a mask of other sizes, or holds ids outside of the vocabulary. One look at the tokens, for the whole call."""
     name = next((name for name in TEXT if given.get(name) is not None), None)
     if name is not None and given.get("inputs_embeds") is None:
-        _check_kind(name, given[name], _reads_ids(model))
-        if _reads_ids(model):
+        ids = _reads_ids(model) and _generates_plainly(model)
+        _check_kind(name, given[name], ids)
+        if ids:
             _check_mask(name, given[name], given.get("attention_mask"), all(given.get(cache) is None for cache in CACHES))
     plain = not any(isinstance(value, Tensor) and key not in {*TEXT, "decoder_input_ids", *BESIDES} for key, value in given.items())
     if not plain:
@@ -130,9 +132,18 @@ def _reads_ids(model: Any) -> bool:
     return getattr(model, "main_input_name", "input_ids") == "input_ids"
 
 
+def _generates_plainly(model: Any) -> bool:
+    """Whether `generate` is transformers' general one: a model's own may take prompts of another form (several codebooks, say)."""
+    return getattr(type(model), "generate", None) is GenerationMixin.generate
+
+
 def _vocabulary(model: Any, part: str | None) -> int | None:
-    """Rows of the table of token embeddings of a model or a part of it; None where it cannot be seen."""
+    """Rows of the table of token embeddings of a model or a part of it, those of added tables beside it included; None where it cannot be
+    seen."""
     try:
-        return int((getattr(model, part)() if part else model).get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError, TypeError):
+        table = (getattr(model, part)() if part else model).get_input_embeddings()
+        size, width = table.weight.shape
+        added = [part for part in table.children() if isinstance(part, nn.Embedding) and part.embedding_dim == width]
+        return int(size) + sum(part.num_embeddings for part in added)
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
         return None

@@ -37,6 +37,35 @@ def silent(engine, monkeypatch):
     return engine
 
 
+class Decoupled(torch.nn.Embedding):
+    """A table for tokens that were added lies beside the first one."""
+
+    def __init__(self):
+        super().__init__(10, 4)
+        self.added = torch.nn.Embedding(3, 4)
+        self.projection = torch.nn.Linear(4, 6)
+
+
+def test_tables_beside_the_first_one_hold_tokens_too():
+    model = small_llama()
+    model.set_input_embeddings(Decoupled())
+    check_prompt(model, {"inputs": torch.tensor([[0, 12]])})
+    with pytest.raises(ValueError, match=r"token id 13 .* 13 tokens are in the vocabulary"):
+        check_prompt(model, {"inputs": torch.tensor([[0, 13]])})
+
+
+def test_a_generate_of_the_models_own_takes_prompts_of_its_own_form():
+    class Codebooks(type(small_llama())):
+        def generate(self, inputs):
+            return inputs
+
+    model = small_llama()
+    with pytest.raises(ValueError, match=r"give \[rows, tokens\]"):
+        check_prompt(model, {"inputs": torch.ones(1, 3, 2, dtype=torch.int64)})
+    model.__class__ = Codebooks
+    check_prompt(model, {"inputs": torch.ones(1, 3, 2, dtype=torch.int64)})
+
+
 class TestSaidBeforeAnythingRuns:
     @pytest.mark.parametrize(
         ("ids", "sentence"),
