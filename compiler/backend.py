@@ -10,6 +10,7 @@ import torch
 from dsi.ir.context import Context, Fuel
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.options import Options
+from dsi.passes.dropout import WRITTEN_THROUGH
 from dsi.passes.pipeline import PIPELINE
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -71,7 +72,7 @@ def _compiling() -> Iterator[None]:
 def _traced_and_compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], observer: observe.Observer) -> Callable[..., Any]:
     """`gm` traced to ATen, in one pass where it is plain and else by AOTAutograd, and compiled."""
     names = names_of_inputs(gm)
-    if observer.context.options.tracer == "aot":
+    if observer.context.options.tracer == "aot" or gm.meta.get(WRITTEN_THROUGH):
         return _through_aot(gm, example_inputs, observer, names)
     with observer.timed("capture"):
         captured = capture(gm, example_inputs)

@@ -11,7 +11,7 @@ is most of a warm start. What it looks after, and why a plain graph needs none o
 * *Version counters.* Kernels write to inputs behind autograd's back, so each call counts the write, as AOTAutograd's wrapper does: a tensor
   saved for a backward pass, or an int8 pack of a weight, is found out of date. A write that hides from autograd (`.data`) is refused.
 * *Outputs that alias* inputs or one another are made anew from their base after each call: refused. So are inputs that change their shape
-  or memory, and writes to an input whose memory another one shares (synthetic bases, and guards on how they overlap).
+  or memory, and writes to an input whose memory another one shares, as seen when the graph is compiled (synthetic bases).
 * *Duplicate inputs* get guards of their own where they are written to: refused, written to or not.
 * *Symbolic sizes*, sizes and branches that depend on values, and whatever is no tensor: refused.
 * *Effects* (printing, assertions, collectives, users' operators) are ordered by tokens: an operator that is not ATen's, torch's primitives'

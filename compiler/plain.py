@@ -81,7 +81,7 @@ def look_at_nodes(graph: fx.Graph) -> None:
             continue
         if node.op not in ("call_function", "call_method"):
             raise Refusal(f"{node.name} is a {node.op}")
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", "")).split(".")[0]  # of an overload, too
         if node.target in _GIVE_NOTHING and not node.users:
             continue
         if node.op == "call_function" and not _is_plain_function(node):
