@@ -10,6 +10,7 @@ import torch
 from dsi.ir.context import Context, Fuel
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.options import Options
+from dsi.ir.randomness import is_random
 from dsi.passes.dropout import WRITTEN_THROUGH
 from dsi.passes.pipeline import PIPELINE
 from torch import fx
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from . import check, observe
 from .capture import as_called, capture
 from .execute import compile_graph
-from .guard import is_random, why_aside
+from .guard import why_aside
 from .registry import with_rules
 from .weights import names_of_inputs, weights_of
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dsi.ir.context import Context
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.tolerances import TOLERANCES, disagreement
-from dsi.passes.lift import may_write
+from dsi.passes.writes import may_write
 from torch import fx
 from torch.utils import _pytree as pytree
 

@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .composites import take_apart
 from .dropout import idle_dropout_gone
 from .specialise import specialise
+from .writes import may_write
 
 LINEAR = "lift.linear"
 ATTENTION = "lift.attention"
@@ -211,23 +212,6 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
     while node is not last:
         yield node
         node = node.next
-
-
-def may_write(node: fx.Node) -> bool:
-    """Whether `node`, of Dynamo's graph, which is not functional, may write to a tensor. Doubt counts as yes."""
-    if "out" in node.kwargs or node.kwargs.get("inplace"):
-        return True
-    if node.op == "call_method":
-        return str(node.target).endswith("_") or node.target in ("__setitem__", "__delitem__")
-    if node.op != "call_function":
-        return node.op == "call_module"
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    name, module = getattr(node.target, "__name__", ""), getattr(node.target, "__module__", "") or ""
-    if module == "_operator":
-        return name in ("setitem", "delitem") or (name.startswith("i") and hasattr(operator, name[1:]))
-    # torch.nn.functional takes `inplace` by position too.
-    return name.endswith("_") or not module.startswith(("torch", "math", "builtins")) or any(a is True for a in node.args)
 
 
 def _is_call(node: Any, methods: tuple[str, ...], functions: tuple[Any, ...]) -> TypeGuard[fx.Node]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dsi.compiler import observe
-from dsi.compiler.guard import is_random
 from dsi.compiler.observe import collecting
+from dsi.ir.randomness import is_random
 from torch import nn
 from torch.autograd import forward_ad
 

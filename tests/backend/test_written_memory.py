@@ -29,12 +29,28 @@ def source_written(x, y):
     return h * 2
 
 
+def written_as_the_output_of_another(x, y):
+    h = F.dropout(x, 0.1, training=False)
+    torch.add(h, y, out=h)
+    return h, x * 2
+
+
+def written_by_position(x, y):
+    h = F.dropout(x - y, 0.1, training=False)
+    z = h.view(-1)
+    F.relu(z, True)
+    return h + 1
+
+
 def out_of_place(x, y):
     return F.linear(F.dropout(x, 0.1, training=False), W) + y.mul_(2)
 
 
+WRITING = [residual, residual_of_a_product, source_written, written_as_the_output_of_another, written_by_position]
+
+
 @pytest.mark.parametrize("tracer", ["auto", "aot"])
-@pytest.mark.parametrize("function", [residual, residual_of_a_product, source_written, out_of_place])
+@pytest.mark.parametrize("function", [*WRITING, out_of_place])
 def test_dropout_that_is_off_shares_its_memory(function, tracer):
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     mine, theirs = [x.clone(), y.clone()], [x.clone(), y.clone()]
