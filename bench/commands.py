@@ -136,8 +136,7 @@ def timeline_command(
     layers: Layers = None,
     cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
     live: Annotated[int, typer.Option(min=1, help="Tokens in the cache when a step begins.")] = 128,
-    lay_out: Annotated[bool, typer.Option("--lay-out", help="Store the weights by output first (dsi.lay_out).")] = False,
-    against: Against = "dsi,reduce-overhead",
+    against: Against = "dsi,dsi-laid-out,reduce-overhead",
     dtype: Dtype = None,
     small: Small = False,
     budget: Seconds = None,
@@ -145,16 +144,12 @@ def timeline_command(
     limit: Limit = None,
 ) -> None:
     """What each kernel of a decode step costs, from its start to the next one's."""
-    from bench import path, timeline
+    from bench import timeline
 
     shared = settings(against, 1, dtype, small, budget, json, limit)
     if small:
         cache, live = 32, min(live, 20)
-    change = None
-    if lay_out:
-        path.backend()  # what makes the package importable from a checkout
-        from dsi import lay_out as change
-    timeline.run(shared, models(cases), numbers(batches), layers, cache, live, change)
+    timeline.run(shared, models(cases), numbers(batches), layers, cache, live)
 
 
 def memory_command(

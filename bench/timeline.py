@@ -7,14 +7,14 @@ before it. What a kernel costs the step is the time from its start to the next o
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bench import shapes, timing
-from bench.comparators import SIDES, Side, Workload, reset
+from bench.comparators import SIDES, Side, Workload, reset, sentence
 from bench.decode import STEPS, decode, encode, model_of
 from bench.kernels import kernel_events, traced
 from bench.limits import at_most
@@ -70,15 +70,12 @@ def run(
     layers: int | None,
     cache: int,
     live: int | None,
-    change: Callable[[Any], Any] | None = None,
 ) -> Report:
-    """The timeline of every case at every batch on every side; `change` is applied to each model first."""
+    """The timeline of every case at every batch on every side."""
     report = Report("timeline", settings)
     report.measure_rates()
     for name in cases:
         model, title = model_of(name, settings, layers, cache)
-        if change is not None:
-            change(model)
         encoder = shapes.SHAPES[name].family == "bert"
         for batch in (1,) if encoder else batches:
             work = encode(model, title, batch, 128) if encoder else decode(model, title, batch, cache, live)
@@ -103,7 +100,7 @@ def _row(work: Workload, side: Side, report: Report) -> dict[str, Any]:
             if torch.cuda.is_available():
                 _trace(timer, side, row)
     except Exception as error:
-        row["problem"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        row["problem"] = sentence(error)
     _print(row, report.roofline(work.moved, work.flops, work.dtype), report)
     return row
 

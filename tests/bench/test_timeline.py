@@ -34,5 +34,5 @@ def test_steps_that_differ_are_refused(spoil):
 
 
 def test_without_a_device_the_command_says_so():
-    done = CliRunner().invoke(app, ["timeline", "--small", "--sides", "dsi", "--lay-out"])
+    done = CliRunner().invoke(app, ["timeline", "--small", "--sides", "dsi-laid-out"])
     assert done.exit_code == 0 and "no CUDA device, no timeline" in done.output

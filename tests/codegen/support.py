@@ -3,12 +3,10 @@ kernels."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import sympy
 import torch
@@ -18,6 +16,8 @@ from dsi.codegen.kernel import LibraryCall, View
 from dsi.ir import tile as t
 from dsi.ir.tolerances import disagreement
 from dsi.runtime.library import FUNCTIONS
+
+from bench import ptx
 
 
 @dataclass
@@ -224,11 +224,5 @@ def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False) -
         source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        cubin = os.path.join(folder, "kernel.cubin")
-        with open(cubin, "wb") as file:
-            file.write(compiled.asm["cubin"])
-        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-        text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    usage = text[text.index(f"Function {launch.entry}:") :]
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+        found = ptx.resources(compiled.asm["cubin"], launch.entry, Path(folder))
     return {**found, "SHARED": compiled.metadata.shared}
