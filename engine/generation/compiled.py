@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,28 +44,48 @@ class _Loudly(contextlib.ContextDecorator):
     """Within: a function that is called with too many shapes is an error, and hooks that a module is given after it was compiled count.
     Dynamo would go on uncompiled, and leave the hooks out, in silence.
 
-    Its configuration is the process's. Whoever is the first to enter, in whatever thread, changes it; the last one to leave puts it back.
+    Its configuration is the process's, or each thread's from torch 2.12 or so on. Whoever is the first to enter where it is shared changes
+    it; the last one to leave puts it back.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
-        self._patch: Any = None
+        self._inside: Counter[int] = Counter()
+        self._patches: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         with self._lock:
-            self._inside += 1
-            if self._inside == 1:
+            place = _place()
+            self._inside[place] += 1
+            if self._inside[place] == 1:
                 limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 8 * SHAPES, "fail_on_recompile_limit_hit": True}
                 wanted = {**limits, "skip_nnmodule_hook_guards": False}
-                self._patch = torch._dynamo.config.patch({n: v for n, v in wanted.items() if hasattr(torch._dynamo.config, n)})
-                self._patch.__enter__()
+                known = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
+                self._patches[place] = torch._dynamo.config.patch(known)
+                self._patches[place].__enter__()
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._patch.__exit__(*error)
+            place = _place()
+            self._inside[place] -= 1
+            if self._inside[place] == 0:
+                del self._inside[place]
+                self._patches.pop(place).__exit__(*error)
+
+
+def _place() -> int:
+    """What Dynamo's configuration belongs to here: a number for this thread, or the same one for all."""
+    return threading.get_ident() if _configured_by_thread() else 0
+
+
+@functools.cache
+def _configured_by_thread() -> bool:
+    seen: list[int] = []
+    with torch._dynamo.config.patch(recompile_limit=SHAPES + 1):
+        other = threading.Thread(target=lambda: seen.append(torch._dynamo.config.recompile_limit))
+        other.start()
+        other.join()
+    return seen != [SHAPES + 1]
 
 
 loudly = _Loudly()

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from dsi.engine.generation.compiled import loudly
 from generating import REFERENCE, eager, left_padded, prompt, small_llama
 
 import dsi
@@ -175,3 +176,26 @@ def test_calls_from_several_threads_wait_for_each_other(engine):
     for thread in threads:
         thread.join()
     assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+
+
+def test_what_an_engine_asks_of_dynamo_holds_in_every_thread_and_no_longer_than_a_call():
+    """Threads that come and go beside each other: in none does a call with one shape too many go on uncompiled in silence."""
+    before = torch._dynamo.config.recompile_limit
+    inside, leave, seen = threading.Barrier(2), threading.Event(), []
+
+    def stay():
+        with loudly:
+            inside.wait()
+            leave.wait()
+            seen.append(torch._dynamo.config.fail_on_recompile_limit_hit)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    inside.wait()
+    with loudly:
+        seen.append(torch._dynamo.config.fail_on_recompile_limit_hit)
+        leave.set()
+        thread.join()
+        seen.append(torch._dynamo.config.fail_on_recompile_limit_hit)
+    assert seen == [True, True, True]
+    assert torch._dynamo.config.recompile_limit == before
