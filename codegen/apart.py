@@ -21,7 +21,7 @@ from .kernel import Choice
 from .layout import Text
 from .linear import Grid, Linear
 from .printer import Printer
-from .quantised import TWO_DIGITS, int8_rows, row_step
+from .quantised import TWO_DIGITS, int8_rows, rounded_rows, row_step
 from .roofline import power_of_two
 from .words import WORD, as_words, in_words
 
@@ -140,8 +140,7 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
 
 def digits(printer: Printer, x: Text, step: str, pointers: list[str], keep: Callable[[str, str], None]) -> None:
     """Stores rows in steps of `step` as int8: whole, or as two digits, 256 * high + low."""
-    whole = printer.builder.names.new("whole")
-    printer.block.line(f"{whole} = tl.floor({x.code} / tl.where({step} > 0.0, {step}, 1.0)[:, None] + 0.5)")
+    whole = rounded_rows(printer, x.code, f"{step}[:, None]", exact=len(pointers) == 1)
     if len(pointers) == 1:
         keep(pointers[0], f"{whole}.to(tl.int8)")
         return

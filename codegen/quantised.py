@@ -113,13 +113,19 @@ def row_step(linear: Linear, bases: Bases, largest: float) -> str:
         x = printer.statement(code, value.axes, "x").code
         printer.block.line(f"{most} = tl.maximum({most}, tl.abs({x}))")
         printer.block.line(f"{poison} += {x} * 0.0")
-    block.line(f"{step} = tl.max({most}, {axis}) / {largest} + tl.sum({poison}, {axis})")
+    block.line(f"{step} = {quotient(f'tl.max({most}, {axis})', str(largest), largest != TWO_DIGITS)} + tl.sum({poison}, {axis})")
     return step
 
 
-def rounded_rows(printer: Printer, x: str, step: str) -> str:
-    """A block of fp32 rows in steps of each row, as whole fp32 numbers."""
+def rounded_rows(printer: Printer, x: str, step: str, exact: bool = True) -> str:
+    """A block of fp32 rows in steps of each row, as whole fp32 numbers, ties to even. `exact`: the operator's own, to the last code."""
     name = printer.builder.names.new("whole")
-    printer.block.line(f"{name} = {x} / tl.where({step} > 0.0, {step}, 1.0)")
+    printer.block.line(f"{name} = {quotient(x, f'tl.where({step} > 0.0, {step}, 1.0)', exact)}")
     printer.block.line(f"{name} = ({name} + {TO_NEAREST}) - {TO_NEAREST}")
     return name
+
+
+def quotient(x: str, by: str, exact: bool) -> str:
+    """Source of x / by in fp32. `exact`: rounded as IEEE has it. Half of a row's largest value lies half way between two codes of W8A8, so
+    that one code, a whole step, would hang on the last place of a quicker quotient; of two digits it is the last of sixteen bits."""
+    return f"tl.div_rn({x}, {by})" if exact else f"{x} / {by}"

@@ -50,9 +50,9 @@ def linear_int8_reference(
     x), in whatever order, and a scale may be applied to each product or to the finished sum of its group: with S the same sum of absolute
     values, results differ from the exact value by at most (K + 2) * 2**-24 * S before the rounding.
 
-    `activations="int8"`: x is first replaced by the rows of `quantise_rows` of it. Sums of products of two int8 are exact integers; scales
-    and steps are applied to the sum of each group, in fp32 or wider. Where x / step is within 2**-21 of half an integer, a kernel that
-    does not divide as IEEE does may round to the other side.
+    `activations="int8"`: x is first replaced by the rows of `quantise_rows` of it, to the last code: half of a row's largest value lies
+    half way between two. Sums of products of two int8 are exact integers; scales and steps are applied to the sum of each group, in fp32 or
+    wider.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if activations:

@@ -77,6 +77,15 @@ def test_rows_rounded_to_int8(interpreter, group, dtype):
 
 
 @pytest.mark.parametrize("group", [0, 20], ids=lambda group: f"group{group}")
+def test_half_way_between_two_codes_the_even_one_is_taken(interpreter, group):
+    for rows, choice in ((1, GEMV), (3, SKINNY), (3, TILED)):
+        case = quantised(lambda rows=rows: plans.projection(F32, rows, inner=72, columns=33), group)
+        case.inputs[0].copy_(torch.where(case.inputs[0] > 0, 0.5, -0.5))  # 63.5 of 127, but for a row's largest
+        case.inputs[0][:, 0] = 1.0
+        check(rounded_rows(case), interpreter, choice=choice)
+
+
+@pytest.mark.parametrize("group", [0, 20], ids=lambda group: f"group{group}")
 def test_rows_are_rounded_wherever_the_prologue_is_computed(interpreter, group):
     """A prologue apart leaves rows that the product still has to round, where it does not leave them as int8."""
     for rows, choice in ((1, GEMV), (5, SKINNY), (5, TILED)):
