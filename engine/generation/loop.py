@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dsi.runtime import packs
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -23,6 +22,7 @@ from .reader import Copying, Direct, Reader
 from .request import Request
 from .state import State
 from .steps import PROMPT_RUNS, Steps
+from .watch import Watch
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Loop:
     _states: dict[tuple[int, int], State] = field(default_factory=dict)
     _feeds: dict[tuple[int, int], Feed] = field(default_factory=dict)
     _compiled: set[Hashable] = field(default_factory=set)
-    _weights: Hashable = None
+    _looked: int = 0
     _running: bool = False
     last_step: Hashable = None  # the key of the decode step that was run last
     _began: tuple[State, list[tuple[Tensor, int]], int] | None = None
@@ -59,6 +59,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.store = KeyValueStore(self.decoder.layers, self.device)
         self.reader = self.reader or (Copying(self.device) if self.device.type == "cuda" else Direct())
+        self._watch = Watch(self.decoder.model)
         decoder = self.decoder
 
         def prompt(ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, fed: Tensor, last: Tensor) -> Tensor:
@@ -90,10 +91,10 @@ class Loop:
         cache = self._cache(rows, request.total)
         if self.store.grown != moved:
             self._states.clear()
-        weights = self.fingerprint()
-        if self.store.grown != moved or self._weights != weights:
+        looked = self._watch.look()
+        if self.store.grown != moved or self._looked != looked:
             self.steps.forget()
-            self._weights = weights
+            self._looked = looked
         if request.past is not None and request.held:
             take_over(cache, request.past, request.held, self.store.slots - request.held if self.decoder.rolls else 0)
         state = self._state(rows)
@@ -103,15 +104,6 @@ class Loop:
         # Steps behind the end may have been run: they have moved what rolls.
         first = self.store.slots - int(state.length) if self.decoder.rolls else 0
         return Made(state.ids[:, : n + self.taken].clone(), cache, request.held + request.fed + self.taken - 1, first)
-
-    def fingerprint(self) -> Hashable:
-        """Changes where a weight lies elsewhere, was written to, or a module is another or has other hooks: what was recorded reads the old
-        one, or an int8 form of it."""
-        model = self.decoder.model
-        tensors = [*model.parameters(), *model.buffers()]
-        weights = tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
-        parts = tuple((id(part), tuple(part._forward_hooks), tuple(part._forward_pre_hooks)) for part in model.modules())
-        return parts, weights, packs.refreshed
 
     def measured(self) -> tuple[Callable[[], None], Callable[[], None], int] | None:
         """For benchmarks: what launches the last decode step once more, what sets its counters back to where the last request began to
