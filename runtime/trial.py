@@ -16,6 +16,7 @@ import sympy
 import torch
 from dsi.codegen import roofline
 from dsi.codegen.devices import Device
+from dsi.codegen.integers import Limits, interval, normalise
 from dsi.codegen.kernel import Choice, Kernel, Launch, LibraryCall, View
 from dsi.ir import tile as t
 from dsi.ir.errors import refuse
@@ -194,9 +195,11 @@ def sample(spec: t.KernelSpec, assumed: Assumed, device: torch.device, generator
 def index_ranges(spec: t.KernelSpec, assumed: Assumed) -> dict[int, tuple[int, int]]:
     """Of the integer inputs that number elements: the values (first, one past the last) that do so in every dimension they are used for.
 
-    Raises `Refused` for an index that is more than such an input, converted or with a literal added.
+    Raises `Refused` for an index that is more than such an input, converted or with something added that is known to be within bounds: a
+    literal, or an index of the tile's.
     """
     found: dict[int, tuple[int, int]] = {}
+    limits = _limits(spec.plan, assumed)
     for part in within(spec.plan):
         if isinstance(part, t.Load):
             coords, sizes = part.coords, spec.inputs[part.input].sizes
@@ -205,33 +208,49 @@ def index_ranges(spec: t.KernelSpec, assumed: Assumed) -> dict[int, tuple[int, i
         else:
             continue
         for coord, size in zip(coords, sizes, strict=True):
-            if not isinstance(coord, t.Expr):
+            if not isinstance(coord, t.Expr) or not any(isinstance(part, t.Load) for part in t.parts_of(coord)):
                 continue
-            place, added = _index(coord, spec.name)
+            place, (least, most) = _index(coord, spec.name, assumed, limits)
             if place is not None:
-                first, end = found.get(place, (0, number(size, assumed) - added))
-                found[place] = max(first, -added), min(end, number(size, assumed) - added)
+                first, end = found.get(place, (0, number(size, assumed) - most))
+                found[place] = max(first, -least), min(end, number(size, assumed) - most)
                 if found[place][0] >= found[place][1]:
                     raise refuse(f"{spec.name} is not tuned: no value of input {place} numbers an element wherever it is used")
     return found
 
 
-def _index(coord: t.Expr, region: str) -> tuple[int | None, int]:
-    """The input that an index is read from, and what is added to it; None for an index that is computed without any input."""
+def _index(coord: t.Expr, region: str, assumed: Assumed, limits: Limits) -> tuple[int | None, tuple[int, int]]:
+    """The input that an index is read from, and the least and the most that is added to it; None for an index without any input."""
     if isinstance(coord, t.Load):
-        return coord.input, 0
-    if isinstance(coord, t.Index):
-        return None, 0
+        return coord.input, (0, 0)
     if isinstance(coord, t.Const):
-        return None, int(coord.value)
-    if isinstance(coord, t.Op) and coord.name == "cast":
-        return _index(coord.args[0], region)
-    if isinstance(coord, t.Op) and coord.name == "add":
-        parts = [_index(arg, region) for arg in coord.args]
+        return None, (int(coord.value), int(coord.value))
+    if isinstance(coord, t.Index):
+        sized = coord.expr.xreplace({symbol: sympy.Integer(value) for symbol, value in assumed.items()})
+        low, high = interval(normalise(sized, limits), limits)
+        if low is not None and high is not None:
+            return None, (low, high)
+    elif isinstance(coord, t.Op) and coord.name == "cast":
+        return _index(coord.args[0], region, assumed, limits)
+    elif isinstance(coord, t.Op) and coord.name == "add":
+        parts = [_index(arg, region, assumed, limits) for arg in coord.args]
         places = [place for place, _ in parts if place is not None]
-        if len(places) == 1 and sum(isinstance(arg, t.Const) for arg in coord.args) == len(parts) - 1:
-            return places[0], sum(added for _, added in parts)
+        if len(places) <= 1:
+            return next(iter(places), None), (sum(least for _, (least, _) in parts), sum(most for _, (_, most) in parts))
     raise refuse(f"{region} is not tuned: an index in it is computed, so that it is not known which values are safe to try it with")
+
+
+def _limits(plan: t.Plan, assumed: Assumed) -> Limits:
+    """The sizes, as numbers, that the symbols of a plan's tile stay below; of columns, those of the widest segment."""
+    sizes: dict[sympy.Symbol, list[sympy.Expr | int]]
+    if isinstance(plan, t.AttentionPlan):
+        sizes = {t.B: [plan.batch], t.H: [plan.heads], t.G: [plan.kv_heads], t.S: [plan.queries], t.J: [plan.keys]}
+        sizes |= {t.D: [plan.head_size], t.E: [plan.value_size]}
+    elif isinstance(plan, t.LinearPlan):
+        sizes = {t.R: [plan.rows], t.K: [plan.inner], t.C: [segment.size for segment in plan.segments]}
+    else:
+        sizes = {t.R: [plan.rows], t.C: [plan.columns]}
+    return {symbol: (sympy.Integer(max(number(size, assumed) for size in of)),) for symbol, of in sizes.items()}
 
 
 def _flat(tensor: t.Tensor, assumed: Assumed, device: torch.device) -> tuple[torch.Tensor, list[int], list[int]]:

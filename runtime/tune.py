@@ -24,7 +24,7 @@ from dsi.ir.errors import Refused
 from dsi.ir.region import Region
 
 from .choices import untuned, winner, write_winner
-from .trial import Candidate, Subject
+from .trial import Candidate, Subject, index_ranges
 
 TRIED = 10  # choices a subject
 THREADS = 8
@@ -89,7 +89,7 @@ def tune(
     """
     start, budget = clock(), context.options.tuning
     outcomes = [Outcome(subject, _ranked(subject, device, figures)) for subject in _subjects(regions, context, device)]
-    outcomes = [outcome for outcome in outcomes if len(outcome.choices) > 1]
+    outcomes = [outcome for outcome in outcomes if len(outcome.choices) > 1 and _can_be_tried(outcome.subject, context)]
     if not outcomes:
         return False
     _compile(outcomes, trials, lambda: start + COMPILING * budget - clock())
@@ -114,6 +114,16 @@ def _subjects(regions: Sequence[Region], context: Context, device: str) -> list[
                 if winner(device, context.options.cache, region.key, bucket) is None:
                     found.setdefault((region.key, bucket), Subject(region.key, region.spec, bucket))
     return list(found.values())
+
+
+def _can_be_tried(subject: Subject, context: Context) -> bool:
+    """Whether it is known what data to try a subject with; if not, the report says so, and nothing is compiled for it."""
+    try:
+        index_ranges(subject.spec, subject.assumed)
+    except Refused as refused:
+        context.report.notes += {str(refused)} - {*context.report.notes}
+        return False
+    return True
 
 
 def _ranked(subject: Subject, device: str, figures: Device) -> list[Choice]:

@@ -173,6 +173,18 @@ def test_what_cannot_be_tried_keeps_its_choice():
     assert "CUDA out of memory" in context.report.notes and "tuned 0 of 1 kernels" in context.report.notes[0]
 
 
+def test_what_no_data_is_known_for_is_not_compiled_and_the_report_says_why():
+    outer, trials = linear(), Stand()
+    spec = outer.regions[0].spec
+    twice = t.Op("mul", (t.Load(2, (t.R,), torch.int64), t.Const(2, torch.int64)), torch.int64)
+    ids = t.Tensor("ids", (sympy.Integer(3),), (sympy.Integer(1),), torch.int64)
+    plan = dataclasses.replace(spec.plan, x=dataclasses.replace(spec.plan.x, coords=(twice, t.K)))
+    outer.regions[0].spec = dataclasses.replace(spec, plan=plan, inputs=[*spec.inputs, ids])
+    for _ in range(2):
+        (note,) = run(outer, trials).report.notes
+        assert note.startswith("project is not tuned: an index in it is computed") and not trials.compiled
+
+
 def test_a_winner_of_another_format_is_ignored():
     outer = linear()
     key = outer.regions[0].key
@@ -235,6 +247,8 @@ IDS = t.Load(0, (t.R,), torch.int64)
         (t.Op("cast", (IDS,), torch.int32), (0, 50)),
         (t.Op("add", (IDS, t.Const(2, torch.int64)), torch.int64), (0, 48)),
         (t.Op("add", (t.Const(-3, torch.int64), IDS), torch.int64), (3, 53)),
+        (t.Op("add", (IDS, t.Index(t.R)), torch.int64), (0, 47)),
+        (t.Op("add", (t.Index(2 * t.R - 5), t.Op("cast", (IDS,), torch.int32)), torch.int64), (5, 49)),
     ],
 )
 def test_indices_stay_within_the_tensor_they_number(coord, values):
@@ -242,7 +256,13 @@ def test_indices_stay_within_the_tensor_they_number(coord, values):
 
 
 @pytest.mark.parametrize(
-    "coord", [t.Op("mul", (IDS, t.Const(2, torch.int64)), torch.int64), t.Op("add", (IDS, t.Const(50, torch.int64)), torch.int64)]
+    "coord",
+    [
+        t.Op("mul", (IDS, t.Const(2, torch.int64)), torch.int64),
+        t.Op("add", (IDS, t.Const(50, torch.int64)), torch.int64),
+        t.Op("add", (IDS, t.Index(17 * t.R)), torch.int64),  # up to 51, in a table of 50
+        t.Op("add", (IDS, IDS), torch.int64),
+    ],
 )
 def test_an_index_that_is_not_understood_is_not_guessed(coord):
     with pytest.raises(Refused, match="gather is not tuned"):
