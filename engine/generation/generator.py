@@ -19,10 +19,11 @@ from .compiled import loudly
 from .decoder import NotOurs
 from .examine import examine, position_limit
 from .facade import Facade
-from .loop import Loop
+from .kept import Call, Kept
+from .loop import Loop, Made
 from .progress import compiling
-from .prompts import check_cache, check_padding, check_prompt, prompt_length, total_length
-from .request import request_of
+from .prompts import check_cache, check_ids, check_padding, check_prompt, prompt_length, total_length
+from .request import Request, request_of
 from .steps import Steps, recorder_for
 
 log = logging.getLogger("dsi.engine")
@@ -62,6 +63,8 @@ class Generator:
         self._positions = position_limit(model, model.config)
         self._facade = Facade(model, options, self._sample, self._check_prepared)
         self._lock = threading.RLock()
+        self._kept = Kept(model)
+        self._prepared: tuple[Tensor, Request, Any, int] | None = None  # what `_sample` made last, of what, and which model that is for
         self._done: Any = None
         self._called = False
 
@@ -81,12 +84,20 @@ class Generator:
         more than the model has positions for, where the prompt is empty, or holds ids that are no tokens.
         """
         given = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
+        # Arguments without a name here, and those that are given twice, are for transformers to look at.
+        call = self._kept.call(given) if len(given) == len(args) + len(kwargs) else None
+        if call is not None and self._kept.has(call):
+            with self._lock, torch.inference_mode(False), torch.no_grad(), self._ordered():
+                again = self._again(call)
+            if again is not None:
+                return again
         check_prompt(self.model, given)
         check_cache(given, None)
         prompt = prompt_length(self.model, given)
         if prompt is not None:
             self._check(prompt, total_length(self.model, given, prompt))
         with self._lock, torch.inference_mode(False), torch.no_grad(), loudly, self._ordered():
+            self._prepared = None
             self.why_not_ours = "the way to generate is none of the loop's"
             before = self._facade.called
             made = self._facade.stand_in().generate(*args, **kwargs)
@@ -96,9 +107,28 @@ class Generator:
                     "that model",
                     type(self.model).__name__,
                 )
+            prepared, self._prepared = self._prepared, None
+            if call is not None and prepared is not None and prepared[0] is made:
+                self._kept.keep(call, *prepared[1:])
             return made
 
     # --------------------------------------------------------------------------------------------------------------------- the loop
+
+    def _again(self, call: Call) -> Tensor | None:
+        """The ids that `call` makes, if it is prepared already."""
+        if self.loop is None:
+            return None
+        looked, ids = self.loop.look(), call.ids.cpu()
+        request = self._kept.request(call, looked, ids)
+        if request is None:
+            return None
+        check_ids(self.model, call.name, ids)
+        self._check(request.fed, request.total)
+        if call.streamer is not None:
+            call.streamer.put(ids)
+        made = self.loop.run(request, looked)
+        self.why_not_ours = ""
+        return self._ended(request, made, call.ids.device)
 
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """transformers' `_sample` by the engine's loop. Raises `NotOurs`."""
@@ -112,8 +142,9 @@ class Generator:
             log.debug("generation runs in transformers' loop: %s", reason)
             raise
         self._check(request.held + request.fed, request.total)
+        looked = loop.look()
         try:
-            made = loop.run(request)
+            made = loop.run(request, looked)
         except torch._dynamo.exc.Unsupported as error:
             if loop.taken:
                 raise
@@ -122,17 +153,23 @@ class Generator:
             raise NotOurs(self._refused) from error
         self.why_not_ours = ""
         config = kwargs["generation_config"]
-        ids = made.ids.to(input_ids.device)
-        if request.streamer is not None:
-            request.streamer.end()
+        ids = self._ended(request, made, input_ids.device)
         cache = request.past
         if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
             hand_over(made.cache, cache, request.held, made.held, made.first)
         elif config.return_dict_in_generate:
             cache = hand_over(made.cache, DynamicCache(config=self.model.config), 0, made.held, made.first)
         if not config.return_dict_in_generate:
+            self._prepared = ids, request, config, looked
             return ids
         return GenerateDecoderOnlyOutput(sequences=ids, **{_CACHE_FIELD: cache})
+
+    def _ended(self, request: Request, made: Made, device: torch.device) -> Tensor:
+        """The ids that were made, on `device`."""
+        ids = made.ids.to(device)
+        if request.streamer is not None:
+            request.streamer.end()
+        return ids
 
     def _ready(self) -> Loop:
         """The loop, made at the first call. Raises `NotOurs` where the model is none for it."""
@@ -146,6 +183,7 @@ class Generator:
                 raise
             device = self.model.device
             self._kind = device, self.model.dtype
+            self._kept.forget()
             steps = Steps(recorder_for(device, self.cuda_graph))
             self.loop = Loop(decoder, self.min_out_tokens, self.max_out_tokens, self.options, steps, device)
         return self.loop

@@ -73,25 +73,29 @@ class Loop:
         self._step = compiled(step, self.options, whole=True)
 
     @torch.no_grad()
-    def run(self, request: Request) -> Made:
-        """Generate. The cache and the state that it leaves are overwritten by the next run. Raises RuntimeError inside of another run."""
+    def run(self, request: Request, looked: int | None = None) -> Made:
+        """Generate. The cache and the state that it leaves are overwritten by the next run. `looked`: what `look` has just returned, if it
+        was called. Raises RuntimeError inside of another run."""
         if self._running:
             raise RuntimeError(
                 "dsi: a streamer or a stopping criterion calls the engine that it serves; generate with another engine there"
             )
         self._running = True
         try:
-            return self._run(request)
+            return self._run(request, self.look() if looked is None else looked)
         finally:
             self._running = False
 
-    def _run(self, request: Request) -> Made:
+    def look(self) -> int:
+        """A number that tells which model it is that the loop runs (watch.py)."""
+        return self._watch.look()
+
+    def _run(self, request: Request, looked: int) -> Made:
         rows = request.ids.shape[0]
         moved = self.store.grown
         cache = self._cache(rows, request.total)
         if self.store.grown != moved:
             self._states.clear()
-        looked = self._watch.look()
         if self.store.grown != moved or self._looked != looked:
             self.steps.forget()
             self._looked = looked

@@ -29,9 +29,25 @@ def check_prompt(model: Any, given: Mapping[str, Any]) -> None:
         return
     both = model.config.is_encoder_decoder
     if name is not None:
-        _check_ids(name, given[name], _vocabulary(model, "get_encoder" if both else None))
+        check_ids(model, name, given[name], "get_encoder" if both else None)
     if both and isinstance(given.get("decoder_input_ids"), Tensor):
-        _check_ids("decoder_input_ids", given["decoder_input_ids"], _vocabulary(model, "get_decoder"))
+        check_ids(model, "decoder_input_ids", given["decoder_input_ids"], "get_decoder")
+
+
+def check_ids(model: Any, name: str, ids: Tensor, part: str | None = None) -> None:
+    """Raise ValueError where `ids`, given as `name`, holds what is no token of the model, or of a part of it (`part`: the method that
+    returns that)."""
+    if ids.is_floating_point() or ids.numel() == 0 or ids.is_meta or (size := _vocabulary(model, part)) is None:
+        return
+    ids = ids.cpu()  # one copy takes less time than operators on the device
+    least, most = (int(bound) for bound in torch.aminmax(ids))
+    if least >= 0 and most < size:
+        return
+    place = ((ids < 0) | (ids >= size)).nonzero()[0].tolist()
+    raise ValueError(
+        f"dsi: {name} holds token id {int(ids[tuple(place)])} (row {place[0]}, place {place[-1]}), and {size} tokens are in the "
+        "vocabulary: is the tokenizer this model's, and was the model resized (resize_token_embeddings) for tokens that were added?"
+    )
 
 
 def check_padding(model: Any, config: Any, rows: int, ends: bool) -> None:
@@ -113,19 +129,6 @@ def _check_mask(name: str, ids: Tensor, mask: Any, alone: bool) -> None:
     if mask.shape[0] != ids.shape[0] or mask.shape[1] < ids.shape[1] or (alone and mask.shape[1] != ids.shape[1]):
         beside = "" if alone else " (more columns for what the cache holds)"
         raise ValueError(f"dsi: attention_mask is {tuple(mask.shape)}, and {name} {tuple(ids.shape)}: give one entry a token{beside}")
-
-
-def _check_ids(name: str, ids: Tensor, size: int | None) -> None:
-    if size is None or ids.is_floating_point() or ids.numel() == 0 or ids.is_meta:
-        return
-    least, most = torch.stack(torch.aminmax(ids)).tolist()
-    if least >= 0 and most < size:
-        return
-    place = ((ids < 0) | (ids >= size)).nonzero()[0].tolist()
-    raise ValueError(
-        f"dsi: {name} holds token id {int(ids[tuple(place)])} (row {place[0]}, place {place[-1]}), and {size} tokens are in the "
-        "vocabulary: is the tokenizer this model's, and was the model resized (resize_token_embeddings) for tokens that were added?"
-    )
 
 
 def _reads_ids(model: Any) -> bool:

@@ -1,0 +1,154 @@
+"""Calls of `generate` that differ from an earlier one in their tokens alone: what transformers prepared then is used again.
+
+Preparing takes transformers longer than a small model needs for a prompt, and nearly all of it depends on settings and shapes only. A call
+is told from others by everything that its preparation reads: the arguments, the contents of the model's configurations, and the prompt's
+shape. A call that is given anything else (a cache, a criterion, embeddings), or whose tokens decide something, is prepared anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.generation.utils import GenerationMixin
+
+from .hooks import HOOK
+from .prompts import TEXT
+from .request import Request
+
+CALLS = 64  # that are kept; the least recently used one gives way
+
+_MEMBERS = frozenset(
+    name for name, member in vars(GenerationMixin).items() if callable(member) or isinstance(member, (property, staticmethod, classmethod))
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call's tokens `ids` [rows, n], its mask [rows, n] if it has one, its streamer, and everything else that decides about it."""
+
+    key: Hashable
+    name: str
+    ids: Tensor
+    mask: Tensor | None
+    streamer: Any
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A request without tokens. `looked`: which model it is for. `pad`: a token that transformers would take for padding."""
+
+    request: Request
+    looked: int
+    pad: int | None
+
+
+class Kept:
+    """The requests of earlier calls of `generate` of `model`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._plain = _prepares_plainly(type(model))
+        self._prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
+
+    def call(self, given: Mapping[str, Any]) -> Call | None:
+        """The call with these arguments; None for one that is always to be prepared."""
+        model = self._model
+        if not self._plain or not _MEMBERS.isdisjoint(vars(model)):
+            return None
+        named = [name for name in TEXT if given.get(name) is not None]
+        if len(named) != 1:
+            return None
+        ids, mask = given[named[0]], given.get("attention_mask")
+        if type(ids) is not Tensor or ids.dim() != 2 or ids.dtype != torch.int64 or torch.is_autocast_enabled(ids.device.type):
+            return None
+        if mask is not None and (type(mask) is not Tensor or mask.shape != ids.shape or mask.device != ids.device):
+            return None
+        streamer = given.get("streamer")
+        try:
+            settings = [(name, _frozen(value)) for name, value in given.items() if name not in (named[0], "attention_mask", "streamer")]
+            configs = _frozen(model.config), _frozen(model.generation_config)
+        except TypeError:
+            return None
+        tensors = named[0], ids.shape, ids.device, None if mask is None else mask.dtype, streamer is not None
+        return Call((tensors, frozenset(settings), configs, _distributed()), named[0], ids, mask, streamer)
+
+    def has(self, call: Call) -> bool:
+        """Whether an equal call was kept."""
+        return call.key in self._prepared
+
+    def request(self, call: Call, looked: int, ids: Tensor) -> Request | None:
+        """The request of `call`, whose tokens are `ids` on the host; None where it has to be prepared. `looked`: what a look at the model
+        has just said."""
+        found = self._prepared.get(call.key)
+        if found is None or found.looked != looked:
+            return None
+        if found.pad is not None and bool((ids == found.pad).any()):
+            return None
+        if call.mask is not None and not bool(call.mask.all()):
+            return None
+        self._prepared.move_to_end(call.key)
+        return dataclasses.replace(found.request, ids=call.ids, streamer=call.streamer)
+
+    def keep(self, call: Call, request: Request, config: Any, looked: int) -> None:
+        """Keep what transformers has prepared for `call`, which returned the loop's ids as they were: `request`, and the configuration
+        `config`. Nothing is kept where tokens had a say in it, or where it is for one call alone."""
+        whole = request.ids is call.ids and request.held == 0 and request.fed == call.ids.shape[1]
+        if not whole or request.criteria is not None or request.recipe.skipped is not None:
+            return
+        if request.mask is not None and not bool(request.mask.all()):
+            return
+        pad = config._pad_token_tensor
+        if pad is not None and pad.numel() != 1:
+            return
+        marks = None  # as transformers has it: without a mask, a pad_token_id that ends no text marks padding
+        if pad is not None and call.mask is None:
+            ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.reshape(-1).tolist()
+            marks = None if int(pad) in ends else int(pad)
+        nothing = call.ids.new_empty(0, 0)
+        self._prepared[call.key] = _Prepared(dataclasses.replace(request, ids=nothing, past=None, streamer=None), looked, marks)
+        if len(self._prepared) > CALLS:
+            self._prepared.popitem(last=False)
+
+    def forget(self) -> None:
+        """Keep nothing: the next requests are another loop's."""
+        self._prepared.clear()
+
+
+def _prepares_plainly(kind: type) -> bool:
+    """Whether a model's class prepares a generation as transformers does in general. What it prepares for a step is looked at elsewhere."""
+    return all(inspect.getattr_static(kind, name, None) is vars(GenerationMixin)[name] for name in _MEMBERS if name != HOOK)
+
+
+def _frozen(value: Any) -> Hashable:
+    """The contents of a setting, to be compared. Raises TypeError for anything but plain values, in containers or configurations."""
+    kind = type(value)
+    if value is None or kind is str or kind is int:
+        return value
+    if kind in _PLAIN:
+        return kind, value  # True and 1.0 are no 1
+    if kind is list or kind is tuple:
+        return kind, *map(_frozen, value)
+    if kind is dict:
+        return kind, *_items(value.items())
+    if isinstance(value, (PreTrainedConfig, GenerationConfig)):
+        return kind, *_items(vars(value).items())
+    raise TypeError(f"a {kind.__name__} is no plain setting")
+
+
+_PLAIN = frozenset({bool, float, torch.dtype, torch.device})
+
+
+def _items(items: Iterable[tuple[Any, Any]]) -> list[Hashable]:
+    return [(name, value if value is None else _frozen(value)) for name, value in items]
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,212 @@
+"""What transformers prepared for a call is used for later ones exactly where these differ in their tokens alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dsi.engine.generation import Generator
+from dsi.engine.generation.kept import Kept
+from generating import REFERENCE, VOCABULARY, eager, prompt, small_llama
+from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.utils import GenerationMixin
+
+NEW = 4
+HOW = dict(max_new_tokens=NEW, eos_token_id=2, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return Generator(small_llama(), max_out_tokens=96, options=REFERENCE)
+
+
+@pytest.fixture(autouse=True)
+def fresh_torch():
+    """What the shared generator has compiled is not forgotten."""
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture
+def generator(shared):
+    """Nothing is kept from another test, nor a setting."""
+    shared._kept.forget()
+    configs = shared.model.config, shared.model.generation_config
+    before = [dict(vars(config)) for config in configs]
+    yield shared
+    for config, values in zip(configs, before, strict=True):
+        vars(config).clear()
+        vars(config).update(values)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """A list that grows when transformers prepares a call."""
+    seen = []
+    prepare = GenerationMixin._get_stopping_criteria
+
+    def watched(self, *args, **kwargs):
+        seen.append(type(self).__name__)
+        return prepare(self, *args, **kwargs)
+
+    watched.__name__ = prepare.__name__
+    monkeypatch.setattr(GenerationMixin, "_get_stopping_criteria", watched)
+    return seen
+
+
+def test_other_tokens_need_no_preparation(generator, prepared):
+    for seed in range(3):
+        ids = prompt(1, 7, seed=seed)
+        made = generator.generate(ids, **HOW)
+        assert len(prepared) == 1
+        assert torch.equal(made, eager(generator.model, ids, **HOW))
+        del prepared[1:]  # eager's
+
+
+def test_rows_samples_and_masks(generator, prepared):
+    """Whatever is sampled is what transformers samples for the seed."""
+    how = dict(HOW, do_sample=True, top_k=20, temperature=0.8, repetition_penalty=1.2, min_new_tokens=2, eos_token_id=[2, 9])
+    made = []
+    for seed in (1, 2):
+        ids = prompt(2, 7, seed=seed)
+        torch.manual_seed(seed)
+        made.append((ids, seed, generator.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)))
+    assert len(prepared) == 1
+    for ids, seed, tokens in made:
+        torch.manual_seed(seed)
+        assert torch.equal(tokens, eager(generator.model, ids, attention_mask=torch.ones_like(ids), **how))
+
+
+def test_a_streamer_gets_the_prompt_and_every_token(generator, prepared):
+    class Streamer:
+        def __init__(self):
+            self.seen, self.ended = [], 0
+
+        def put(self, value):
+            self.seen.append(value)
+
+        def end(self):
+            self.ended += 1
+
+    for seed in (1, 2):
+        ids, streamer = prompt(1, 7, seed=seed), Streamer()
+        made = generator.generate(ids, streamer=streamer, **HOW)
+        assert torch.equal(torch.cat([value.reshape(-1) for value in streamer.seen]), made[0]) and streamer.ended == 1
+        assert torch.equal(streamer.seen[0], ids)
+    assert len(prepared) == 1
+
+
+def criteria():
+    return StoppingCriteriaList([MaxLengthCriteria(9)])
+
+
+CHANGES = {
+    "another argument": lambda g, how: how.update(max_new_tokens=NEW + 1),
+    "one more argument": lambda g, how: how.update(repetition_penalty=1.5),
+    "one that is as large": lambda g, how: how.update(repetition_penalty=1),
+    "the model's defaults": lambda g, how: setattr(g.model.generation_config, "repetition_penalty", 1.5),
+    "an entry of its own": lambda g, how: setattr(g.model.generation_config, "mine", [1, 2]),
+    "the model's configuration": lambda g, how: setattr(g.model.config, "max_position_embeddings", 500),
+    "a configuration": lambda g, how: how.update(generation_config=GenerationConfig(do_sample=False, repetition_penalty=1.5)),
+    "a criterion": lambda g, how: how.update(stopping_criteria=criteria()),
+    "a processor": lambda g, how: how.update(logits_processor=LogitsProcessorList()),
+    "a tensor": lambda g, how: how.update(eos_token_id=torch.tensor([2])),
+    "a row": lambda g, how: how.update(inputs=prompt(2, 7)),
+    "a longer prompt": lambda g, how: how.update(inputs=prompt(1, 8)),
+    "another dtype": lambda g, how: how.update(inputs=how["inputs"].int()),
+    "a mask": lambda g, how: how.update(attention_mask=torch.tensor([[0] * 2 + [1] * 5])),
+    "padding that transformers finds": lambda g, how: how.update(inputs=torch.cat([torch.tensor([[0, 0]]), how["inputs"][:, 2:]], 1)),
+    "more than ids": lambda g, how: how.update(return_dict_in_generate=True),
+    "a way of its own": lambda g, how: how.update(num_beams=2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_anything_else_is_prepared(generator, prepared, change):
+    how = dict(HOW, inputs=prompt(1, 7))
+    for _ in range(2):
+        generator.generate(**how)
+    assert len(prepared) == 1
+    CHANGES[change](generator, how)
+    made = generator.generate(**how)
+    assert len(prepared) == 2
+    made = getattr(made, "sequences", made)
+    theirs = generator.model.generate(
+        **{**how, "use_cache": False, "stopping_criteria": criteria() if "stopping_criteria" in how else None}
+    )
+    assert torch.equal(made, getattr(theirs, "sequences", theirs))
+
+
+def test_a_mask_with_padding_is_looked_at_each_time(generator):
+    """The first mask of a size hides nothing; the next one does."""
+    ids = prompt(1, 7)
+    for mask in (torch.ones(1, 7).long(), torch.tensor([[0, 0, 1, 1, 1, 1, 1]]), torch.ones(1, 7).long()):
+        made = generator.generate(ids, attention_mask=mask, **HOW)
+        assert torch.equal(made, eager(generator.model, ids, attention_mask=mask, **HOW))
+
+
+def test_padding_in_the_first_prompt_of_a_size_is_not_kept(generator):
+    ids = prompt(1, 7)
+    padded = torch.cat([torch.zeros(1, 2).long(), ids[:, 2:]], 1)
+    for given in (padded, ids, padded, ids):
+        assert torch.equal(generator.generate(given, **HOW), eager(generator.model, given, **HOW))
+
+
+def test_a_configuration_that_was_written_to(generator):
+    ids, config = prompt(1, 7), GenerationConfig(**HOW)
+    for tokens in (4, 4, 6):
+        config.max_new_tokens = tokens
+        assert generator.generate(ids, config).shape[1] == 7 + tokens
+
+
+def test_what_is_wrong_with_tokens_is_still_said(generator):
+    ids = prompt(1, 7)
+    generator.generate(ids, **HOW)
+    ids[0, 3] = VOCABULARY
+    with pytest.raises(ValueError, match=f"token id {VOCABULARY} .row 0, place 3."):
+        generator.generate(ids, **HOW)
+
+
+def test_arguments_that_are_for_transformers_to_refuse(generator):
+    ids = prompt(1, 7)
+    generator.generate(ids, **HOW)
+    with pytest.raises(TypeError, match="multiple values"):
+        generator.generate(ids, inputs=ids, **HOW)
+    by_place = generator.generate(ids, None, None, criteria(), **HOW)
+    assert by_place.shape[1] == 9
+
+
+def test_a_model_that_changes_is_prepared_anew(prepared):
+    model = small_llama()
+    generator, ids = Generator(model, max_out_tokens=96, options=REFERENCE), prompt(1, 7)
+    for _ in range(2):
+        generator.generate(ids, **HOW)
+    model.resize_token_embeddings(VOCABULARY - 9)
+    ids[0, 3] = VOCABULARY - 9
+    with pytest.raises(ValueError, match=f"{VOCABULARY - 9} tokens are in the vocabulary"):
+        generator.generate(ids, **HOW)
+    ids[0, 3] = 5
+    assert torch.equal(generator.generate(ids, **HOW), eager(model, ids, **HOW))
+    assert len(prepared) == 3  # one of them eager's
+
+
+def test_models_that_prepare_in_a_way_of_their_own_are_left_to_it(shared):
+    class Other(LlamaForCausalLM):
+        def _get_stopping_criteria(self, *args, **kwargs):
+            return super()._get_stopping_criteria(*args, **kwargs)
+
+    given = dict(HOW, inputs=prompt(1, 7))
+    assert Kept(shared.model).call(given) is not None
+    assert Kept(Other(shared.model.config)).call(given) is None
+
+
+def test_an_instance_that_does(generator, prepared, monkeypatch):
+    ids = prompt(1, 7)
+    generator.generate(ids, **HOW)
+    monkeypatch.setattr(generator.model, "_get_stopping_criteria", generator.model._get_stopping_criteria, raising=False)
+    generator.generate(ids, **HOW)
+    assert len(prepared) == 2
+
+
+def test_autocast_is_seen(shared):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert Kept(shared.model).call(dict(HOW, inputs=prompt(1, 7))) is None
