@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import check, observe
 from .capture import as_called, capture
+from .collector import no_collections
 from .execute import compile_graph
 from .guard import why_aside
 from .registry import with_rules
@@ -34,7 +35,7 @@ def dsi(
     """
     parsed = with_rules(Options.parse(options, mode))
     context = Context(parsed, fuel=Fuel(parsed.fuel))
-    with _compiling(), observe.observing(gm, context) as observer:
+    with no_collections(), _compiling(), observe.observing(gm, context) as observer:
         with observer.timed("guard"):
             reason = why_aside(gm, example_inputs)
         if reason:
