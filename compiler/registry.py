@@ -7,6 +7,7 @@ import threading
 import torch
 from dsi.ir.errors import DsiError
 from dsi.ir.options import Options
+from dsi.passes import normalise, recognise
 from dsi.patterns.rule import Rule, compile_rule
 from dsi.patterns.verify import verify
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -33,9 +34,17 @@ def register(rule: type[Rule]) -> type[Rule]:
 
 
 def _name_is_free(name: str, rule: type[Rule]) -> None:
+    _not_of_dsi(name, rule)
     other = _rules.get(name, rule)
     if other is not rule:
         raise DsiError(f"another rule is registered as {name!r}: {other.__module__}.{other.__qualname__}; give this one another name")
+
+
+def _not_of_dsi(name: str, rule: type[Rule]) -> None:
+    if any(name == own.name() and rule is not own for own in (*normalise.RULES, *recognise.RULES, *recognise.TIDY)):
+        raise DsiError(
+            f"{rule.__qualname__}: a rule of dsi's own is called {name!r}, and a report counts rules by name; give this another one"
+        )
 
 
 def unregister(rule: type[Rule]) -> None:
@@ -64,8 +73,16 @@ def check(rule: type[Rule]) -> None:
 
 def with_rules(options: Options) -> Options:
     """`options` with the registered rules before its own. Raises `DsiError` for a rule among them that is malformed or wrong."""
-    for rule in options.rules:
-        check(rule)
+    names: dict[str, type[Rule]] = {}
     with _lock:
         registered = tuple(rule for rule in _rules.values() if rule not in options.rules)
+    for rule in (*registered, *options.rules):
+        name = compile_rule(rule).name
+        _not_of_dsi(name, rule)
+        if names.setdefault(name, rule) is not rule:
+            raise DsiError(
+                f"two rules are called {name!r}, {names[name].__module__}.{names[name].__qualname__} and {rule.__module__}."
+                f"{rule.__qualname__}; a report counts rules by name: give one another name"
+            )
+        check(rule)
     return options.model_copy(update={"rules": (*registered, *options.rules)}) if registered else options

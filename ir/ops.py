@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .errors import DsiError
+
 _LIBRARY = torch.library.Library("dsi", "DEF")
 
 
@@ -132,9 +134,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _activation(kind: str) -> Callable[[Tensor], Tensor]:
+    if kind not in ACTIVATIONS:
+        raise DsiError(f"{kind!r} is no activation that dsi has (known: {', '.join(ACTIVATIONS)})")
+    return ACTIVATIONS[kind]
+
+
 def activation_reference(x: Tensor, kind: str) -> Tensor:
     """An elementwise activation named in `ACTIVATIONS`, any shape."""
-    return ACTIVATIONS[kind](x).contiguous()
+    return _activation(kind)(x).contiguous()
 
 
 activation = define("activation(Tensor x, str kind) -> Tensor", activation_reference, lambda x, kind: x.new_empty(x.shape))
@@ -142,7 +150,7 @@ activation = define("activation(Tensor x, str kind) -> Tensor", activation_refer
 
 def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """activation(gate) * up, both of one shape (SwiGLU, GeGLU)."""
-    return (ACTIVATIONS[kind](gate) * up).contiguous()
+    return (_activation(kind)(gate) * up).contiguous()
 
 
 gated = define("gated(Tensor gate, Tensor up, str kind) -> Tensor", gated_reference, lambda gate, up, kind: gate.new_empty(gate.shape))

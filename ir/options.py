@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +63,13 @@ class Options(BaseModel):
     def _int8(cls, value: Any) -> Any:
         return "int8" if value == torch.int8 else value
 
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _list_of_rules(cls, value: Any) -> Any:
+        if isinstance(value, type) or not isinstance(value, Iterable):
+            raise ValueError("it is a list of classes derived from dsi.Rule")
+        return tuple(value)
+
     @field_validator("quantize_skip", mode="before")
     @classmethod
     def _patterns(cls, value: Any) -> Any:
@@ -114,5 +122,6 @@ def _sentence(error: ValidationError) -> str:
         elif not key:
             parts.append(item["msg"].removeprefix("Value error, "))
         else:
-            parts.append(f"option {key!r} = {item.get('input')!r}: {item['msg'].lower()}")
+            text = item["msg"].removeprefix("Value error, ")
+            parts.append(f"option {key!r} = {item.get('input')!r}: {text[:1].lower()}{text[1:]}")
     return "dsi: " + "; ".join(parts)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+import torch
 from dsi.ir.context import Context
 from dsi.ir.errors import DsiError, DsiInternalError, Refusal, Refused
 from dsi.ir.region import REGION_CUT
 from dsi.ir.source import source_line
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .arguments import Arguments
 from .effects import has_effect, is_dead, is_size_query
-from .match import Match
+from .match import Match, run_check
 from .matcher import Matcher, State
 from .rewriter import Rewriter
 from .rule import Compiled, Rule, compile_rule
+from .verify import verify_literals
 from .vocabulary import Target
 
 _MAX_ROUNDS = 100  # of a fixpoint; a list of rules that needs more undoes its own work
@@ -75,6 +78,7 @@ class _Run:
         self.graph = gm.graph
         self.rewriter = Rewriter(gm, context)
         self.arguments = Arguments()
+        self._own = frozenset(getattr(context.options, "rules", ()))  # the user's rules, verified with what the graph has, too
         self.misses: dict[str, Refusal] = {}
         self._depths: dict[str, int] = {}
         self._index: dict[Target, list[fx.Node]] = defaultdict(list)
@@ -127,6 +131,9 @@ class _Run:
                 self._check(compiled, match, node)
                 self._check_convex(outputs, nodes, state)
                 self.rewriter.insertion_point(match, outputs, set(nodes))
+                if type(compiled.rule) in self._own:
+                    with unset_fake_temporarily(), torch.device("cpu"):  # samples are real
+                        verify_literals(compiled, match)
             except Refused as refused:
                 matcher.failure.note(len(nodes), node, refused.refusal.reason)
                 continue
@@ -138,11 +145,13 @@ class _Run:
 
     def _check(self, compiled: Compiled, match: Match, node: fx.Node) -> None:
         try:
-            compiled.rule.check(match)
+            run_check(compiled, match)
         except (Refused, DsiError):
             raise
         except Exception as error:
-            raise DsiError(f"{compiled.place}: rule {compiled.name}: `check` failed at {node.name}: {error}") from error
+            raise DsiError(
+                f"{compiled.place}: rule {compiled.name}: `check` failed at {node.name}: {type(error).__name__}: {error}"
+            ) from error
 
     def _outputs(self, compiled: Compiled, node: fx.Node, state: State) -> list[fx.Node]:
         outputs = [node]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from dsi.ir.errors import refuse
+from dsi.ir.errors import DsiError, refuse
 from torch import fx
 
 from .dims import DimSolver, broadcasts_to, same_shape, same_size
@@ -54,7 +54,7 @@ class Match:
         self._known_tag(tag)
         if tag not in self._tags or self._tags[tag][0] != CAST:
             return None
-        return _value(self._tags[tag][1]).dtype
+        return value_of(self._tags[tag][1]).dtype
 
     def _known_tag(self, tag: str) -> None:
         if tag not in self._compiled.tags:
@@ -65,10 +65,10 @@ class Match:
     def value(self, name: str) -> Any:
         """The tensor (a fake one in a graph) of a parameter or named value, or the literal."""
         if name in self._labels:
-            return _value(self._labels[name])
+            return value_of(self._labels[name])
         if name in self._compiled.labels:
             return None
-        return _value(getattr(self, name))
+        return value_of(getattr(self, name))
 
     def shape(self, name: str) -> tuple[Any, ...]:
         """The sizes of a tensor parameter or named value; SymInts where they are symbolic."""
@@ -95,7 +95,7 @@ class Match:
 
     def output(self, index: int = 0) -> torch.Tensor:
         """The tensor (fake in a graph) of one of the values that `pattern` returns."""
-        return _value(self._outputs[index])
+        return value_of(self._outputs[index])
 
     def present(self, name: str) -> bool:
         """Whether the branch that was taken uses this parameter."""
@@ -142,7 +142,7 @@ class Match:
         for name, spec in self._compiled.dims.items():
             if self._env.get(name) is None:
                 continue
-            value = _value(self._env[name])
+            value = value_of(self._env[name])
             if not isinstance(value, torch.Tensor):
                 raise refuse(f"{name} is {value!r}, which is no tensor", rule=self._compiled.name)
             reason = self._solver.add(name, spec, value.shape)
@@ -151,8 +151,20 @@ class Match:
         self.require(reason is None, reason or "")
 
 
-def _value(item: Any) -> Any:
+def value_of(item: Any) -> Any:
+    """The tensor (a fake one) of a node; anything else as it is."""
     return item.meta.get("val") if isinstance(item, fx.Node) else item
+
+
+def run_check(compiled: Compiled, match: Match) -> None:
+    """A rule's `check` of a match. Raises `Refused` where it says no; `DsiError` where it returns what it should have required."""
+    check: Callable[[Match], Any] = compiled.rule.check  # it should return None
+    answer = check(match)
+    if answer is not None:
+        raise DsiError(
+            f"{compiled.place}: rule {compiled.name}: `check` returned {answer!r}, which nothing looks at; it refuses a match with "
+            "m.require(condition, sentence)"
+        )
 
 
 RESERVED = frozenset(n for n in dir(Match) if not n.startswith("_")) | {"self", "op"}

@@ -140,7 +140,13 @@ def _compile(cls: type[Rule]) -> Compiled:
     dims = {name: DimSpec.parse(text, error) for name, text in cls.dims.items()}
     rule = cls()
     variables = tuple(Var(name, place=place) for name in names)
-    result = rule.pattern(Recorder(), *variables)
+    try:
+        result = rule.pattern(Recorder(), *variables)
+    except DsiError:
+        raise
+    except Exception as failure:
+        reason = f"{type(failure).__name__}: {failure}"
+        raise error(f"`pattern` failed, which is written with `op` on values that are no tensors: {reason}") from failure
     outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     for value in outputs:
         if not isinstance(value, Value):

@@ -14,14 +14,18 @@ from .rule import Compiled
 
 T = TypeVar("T")
 _PRIMES = (2, 3, 5, 7, 11, 13)
+_LEADING = (2, 2, 1, 3)  # how many dimensions `...` stands for: a rule must not count on it
 _SCALES = (1.0, 1e-3, 4.0)  # of the tensors: the small one makes an epsilon matter
 
 
 class Sampler:
     """Draws one set of values: sizes are distinct primes (or 1), tensors are normal. What it draws depends on the seed alone."""
 
-    def __init__(self, compiled: Compiled, branches: Mapping[str, str], dtype: torch.dtype, seed: int):
+    def __init__(
+        self, compiled: Compiled, branches: Mapping[str, str], dtype: torch.dtype, seed: int, literals: Mapping[str, Any] | None = None
+    ):
         self._compiled, self._branches = compiled, branches
+        self._literals = literals or {}  # instead of those that the rule lists
         self.dtype = dtype
         """The dtype under test."""
         self._random = random.Random(seed)
@@ -30,6 +34,7 @@ class Sampler:
         self._primes = list(_PRIMES)
         self._random.shuffle(self._primes)
         self._sizes: dict[str, int] = {}
+        self._leading = random.Random(f"leading {seed}").choice(_LEADING)
 
     def chosen(self, tag: str) -> str | None:
         """The branch of `op.either(tag, ...)` that is about to be verified; None where it plays no part."""
@@ -77,17 +82,21 @@ class Sampler:
     def defaults(self) -> dict[str, Any]:
         """A value for each parameter that the rule's `dims` or `literals` mention."""
         rule = self._compiled.rule
-        values: dict[str, Any] = {name: self.pick(options) for name, options in rule.literals.items()}
+        values: dict[str, Any] = {
+            name: self._literals[name] if name in self._literals else self.pick(options) for name, options in rule.literals.items()
+        }
         for name, spec in self._compiled.dims.items():
             values[name] = self.tensor_of(self._shape(spec), rule.dtypes.get(name))
         return values
 
     def _shape(self, spec: DimSpec) -> list[int]:
         sizes = []
+        leading = [self.size(f"... {i}") for i in range(self._leading)] if spec.leading else []
         if spec.leading == "...":
-            sizes = [self.size("... 0"), self.size("... 1")]
+            sizes = leading
         elif spec.leading == "~...":
-            sizes = self.pick(([], [self.size("... 1")], [1, self.size("... 1")], [self.size("... 0"), 1]))
+            # The last ones, each of them or 1; no more than there are.
+            sizes = [size if self._random.random() < 0.6 else 1 for size in leading[self._random.randint(0, len(leading)) :]]
         for token in spec.tokens:
             product = 1
             for factor in token:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dsi.ir.errors import DsiError, Refused
+from dsi.ir.errors import DsiError, Refusal, Refused
 
 from .build import CUT, KEEP, EagerBuilder
-from .match import Match
+from .match import Match, run_check, value_of
 from .pattern import Evaluator
 from .rule import Compiled, Rule, compile_rule
 from .sampling import Sampler, assignments
@@ -35,6 +35,9 @@ _FLOOR = 0.05  # values all below this are measured against it: cancellation lea
 _BRANCHES = 48  # choices of branches, at most, per dtype
 _SAMPLES = 24  # at least, per dtype
 _EXTRA = 400  # further samples, at most, for branches that none was accepted with
+_LITERAL_SAMPLES = 6  # for literals that a graph has and the rule does not list
+
+_proven: set[tuple[Any, ...]] = set()  # rules with literals of graphs that were verified
 
 
 class VerificationError(DsiError):
@@ -110,11 +113,58 @@ def _verify_one(compiled: Compiled, result: Verified, seed: int, kernels: bool) 
         )
 
 
-class Case:
-    """One sample of one rule: a choice of branches, a dtype and a seed; `kernels` as in `verify`."""
+def verify_literals(compiled: Compiled, match: Match) -> None:
+    """Verifies a rule with the literals of a match in a graph, those that `verify` did not have: numbers, bools and strings.
 
-    def __init__(self, compiled: Compiled, branches: dict[str, str], dtype: torch.dtype, seed: int, kernels: bool = False):
+    Raises `VerificationError` where the rule is wrong with them, and `Refused` where its check refuses every sample with a literal of
+    `literals`. Others (an index into a tensor, say) hang together with sizes; for them only a difference counts.
+    """
+    listed = compiled.rule.literals
+    new = {
+        name: value
+        for name, value in match._env.items()
+        if isinstance(value, (bool, int, float, str)) and not any(_same_literal(value, known) for known in listed.get(name, ()))
+    }
+    if not new:
+        return
+    branches = {tag: branch for tag, (branch, _) in match._tags.items()}
+    dtype = next((d for v in match._env.values() if (d := getattr(value_of(v), "dtype", None)) in DTYPES), torch.float32)
+    key = (type(compiled.rule), dtype, *sorted((k, type(v).__name__, repr(v)) for k, v in new.items()), *sorted(branches.items()))
+    if key in _proven:
+        return
+    refusal, accepted = "", 0
+    for seed in range(_LITERAL_SAMPLES):
+        for kernels in (False, True) if torch.cuda.is_available() else (False,):
+            case = Case(compiled, branches, dtype, seed, kernels, new)
+            if case.compare():
+                accepted += 1
+            else:
+                refusal = case.refusal
+    required = {name: value for name, value in new.items() if name in listed}
+    if required and not accepted:
+        shown = ", ".join(f"{name} = {value!r}" for name, value in required.items())
+        raise Refused(Refusal(f"it cannot be verified with {shown}: each sample was refused, the last because {refusal}"))
+    _proven.add(key)
+
+
+def _same_literal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+class Case:
+    """One sample of one rule: a choice of branches, a dtype and a seed; `kernels` as in `verify`; `literals` instead of the rule's own."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        branches: dict[str, str],
+        dtype: torch.dtype,
+        seed: int,
+        kernels: bool = False,
+        literals: dict[str, Any] | None = None,
+    ):
         self.compiled, self.branches, self.dtype, self.seed, self.kernels = compiled, branches, dtype, seed, kernels
+        self.literals = literals or {}
         self.tags: dict[str, str] = {}
         self.env: dict[str, Any] = {}
         self.refusal = ""
@@ -122,7 +172,11 @@ class Case:
     def compare(self) -> bool:
         """False if the rule refuses the sample; raises `VerificationError` if pattern and replacement differ on it."""
         compiled = self.compiled
-        self.env = compiled.rule.sample(Sampler(compiled, self.branches, self.dtype, self.seed))
+        try:
+            self.env = dict(compiled.rule.sample(Sampler(compiled, self.branches, self.dtype, self.seed, self.literals)))
+        except Exception as error:
+            raise self._wrong(f"its sample fails: {type(error).__name__}: {error}") from error
+        self.env.update({name: value for name, value in self.literals.items() if name not in compiled.rule.literals})
         if self.kernels and torch.cuda.is_available():
             self.env = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in self.env.items()}
         unknown = [v.name for v in compiled.variables if v.name not in self.env]
@@ -139,7 +193,7 @@ class Case:
             return False
         try:
             match.check_declared()
-            compiled.rule.check(match)
+            self._check(match)
             actual = self._rewrite(match, wide=False)
         except Refused as refused:
             self.refusal = refused.refusal.reason
@@ -168,7 +222,18 @@ class Case:
             raise
         except Exception as error:
             raise self._wrong(f"its rewrite fails: {type(error).__name__}: {error}") from error
-        return [result] if self.compiled.single else list(result)
+        values = list(result) if isinstance(result, (tuple, list)) else [result]
+        if len(values) != len(self.compiled.outputs):
+            raise self._wrong(f"`rewrite` returned {len(values)} values, `pattern` {len(self.compiled.outputs)}")
+        return values
+
+    def _check(self, match: Match) -> None:
+        try:
+            run_check(self.compiled, match)
+        except (Refused, DsiError):
+            raise
+        except Exception as error:
+            raise self._wrong(f"its check fails: {type(error).__name__}: {error}") from error
 
     def _equal(self, pattern: Any, replacement: Any, exact: Any, wide: Any) -> None:
         if not isinstance(pattern, torch.Tensor):
