@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from . import check, observe
 from .capture import as_called, capture
 from .collector import no_collections
-from .execute import compile_graph
+from .execute import begin, compile_graph
 from .guard import why_aside
 from .registry import with_rules
 from .weights import names_of_inputs, weights_of
@@ -41,6 +41,7 @@ def dsi(
         if reason:
             observer.aside(reason)
             return gm.forward
+        begin(example_inputs, context)
         reference = check.reference_of(gm) if parsed.check else None
         for stage in PIPELINE:
             if stage.level == "dynamo":

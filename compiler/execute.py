@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from dsi.ir.context import Context
 from dsi.runtime.packs import Packed, take_out
 from torch import fx
+
+
+def begin(example_inputs: Sequence[Any], context: Context) -> None:
+    """Begins with what the executor of a graph of these inputs can find out before there is a graph to run."""
+    device = next((value.device for value in example_inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"), None)
+    if device is not None and context.options.executor != "reference":
+        from dsi.runtime import lookups
+
+        lookups.begin(device)
 
 
 def compile_graph(

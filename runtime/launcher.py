@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from dsi.ir.errors import DsiError
 
+from . import lookups
+
 # Where an argument is found: its group (an index of GROUPS) and its number there.
 GROUPS = ("inputs", "outputs", "workspaces", "integers")
 INTEGERS = GROUPS.index("integers")
@@ -169,4 +171,5 @@ def start_driver() -> None:
     """Has Triton load its driver, which is not made to be loaded by several threads at once."""
     from triton.runtime import driver
 
+    lookups.wait()
     driver.active.get_current_device()
