@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from .functional import functional_graph
 from .plain import Refusal, look_at_compilation, look_at_inputs, look_at_nodes, look_at_outputs
@@ -60,7 +61,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured | str
     except Refusal as refusal:
         return str(refusal)
     tracing.fw_metadata = metadata
-    return Captured(fx.GraphModule(torch.nn.Module(), graph), fakes, written)
+    # Lazy: its code is printed when it is called or looked at, not after each of the stages that follow.
+    return Captured(_LazyGraphModule(torch.nn.Module(), graph), fakes, written)
 
 
 def as_called(run: Callable[[list[Any]], Sequence[Any]], written: Sequence[int]) -> Callable[..., Sequence[Any]]:
