@@ -17,7 +17,11 @@ from .linear_cost import LinearWork, linear_seconds, programs_of, registers, sha
 from .roofline import power_of_two
 
 MOST = 36  # candidates that are handed out
-MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
+MOST_OF_ONE, ALIKE, ALIKE_WORDS = (
+    24,
+    3,
+    1,
+)  # of them of one schedule; with the same tile; and so over words, where times lie within a percent
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
 APART_ROWS = 16  # from which skinny's prologue is tried as a kernel of its own
 SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
@@ -59,7 +63,7 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
         tile = (choice.schedule, choice.block_m, choice.block_n, choice.block_k, choice.digits, choice.apart)
         alike[tile] += 1
         alike[tile[:1]] += 1
-        if alike[tile] <= ALIKE and alike[tile[:1]] <= MOST_OF_ONE and len(kept) < MOST:
+        if alike[tile] <= (ALIKE_WORDS if work.words and choice.digits else ALIKE) and alike[tile[:1]] <= MOST_OF_ONE and len(kept) < MOST:
             kept.append(choice)
     return tuple(kept)
 

@@ -70,10 +70,17 @@ ROWS = {
 EXPOSED = 0.22
 # Of int8 read as words, counted in compiled kernels and not fitted: slots of the vector units for a product of words, which go at half the
 # rate; for each word beside its products (its share of loads, addresses and moves), and where its scale is a group's (a load, a conversion
-# and a product for four of them). Registers of a thread beside its tiles, sums and digits. All passes a processor's first cache at 128
-# bytes a cycle, as many as it has lanes.
-PRODUCT_OF_WORDS, WORD_BESIDE, WORD_SCALE, WORD_REGISTERS = 2, 5, 4, 32
-SPREAD = 0.1  # by which memory is slower for each doubling of the rows of a weight that a program of gemv reads side by side
+# and a product for four of them). Registers of a thread beside its tiles, sums and digits, in a loop and where one step covers a row, and
+# the share of the sums that there is beside the tiles. All passes a processor's first cache at 128 bytes a cycle, as many as it has lanes.
+PRODUCT_OF_WORDS, WORD_BESIDE, WORD_SCALE, WORD_REGISTERS, STRAIGHT_REGISTERS, STRAIGHT_SUMS = 2, 5, 4, 24, 16, 0.25
+# Seconds from one program over words to the next, of a whole device: 128,256 of a row of 4 KB each took 160.6 us, where memory takes 120.
+# A program has that little to read, its digits are twice as much, and each starts, sums over its threads and ends.
+LAUNCHED = 1.15e-9
+EXCHANGE = 0.05e-6  # seconds of a program over words that sums over several warps: a store, a barrier and a load of shared memory
+# By which memory is slower for each doubling of the rows of a weight that a program of gemv reads side by side; over words, where two
+# and four rows of 4 KB and more lose nothing to one that is as long, or 2 %.
+SPREAD, WORD_SPREAD = 0.1, 0.02
+QUARTERS = 4  # of a processor, each with registers of its own for the warps that it is given
 # Shares of the matrix units' rate. Of skinny's tiles at least 64 columns tall, as the newer units want it, and of others; of tiled's, whose
 # small tiles read their operands more often than they multiply: the area at which half of it is reached; with rows that are computed on
 # their way, and not loaded straight into shared memory.
@@ -241,10 +248,14 @@ def registers(work: LinearWork, choice: Choice) -> int:
 
 
 def word_registers(work: LinearWork, choice: Choice) -> int:
-    """About how many registers a thread needs over words: two tiles of each weight, the digits, a sum a digit for four words."""
+    """About how many registers a thread needs over words: the digits and two tiles of each weight, a sum a digit for four words, addresses
+    and results a column. Where one step covers what a program sums, it holds one tile, whose words are gone as most of their sums come."""
     along = choice.block_k / (32 * choice.num_warps * WORD)  # words of a row that a thread has
-    sums = work.accumulators * choice.block_m * (1 if work.group else choice.digits) / 4
-    return int(WORD_REGISTERS + along * (choice.block_n * (2 * work.accumulators + sums) + choice.digits * choice.block_m))
+    digits, columns = choice.digits * choice.block_m, choice.block_n * work.accumulators
+    sums = along * columns * choice.block_m * (1 if work.group else choice.digits) / 4
+    if choice.block_k >= work.inner / choice.split:
+        return int(STRAIGHT_REGISTERS + along * (columns + digits) + sums * (1.0 if work.crowded else STRAIGHT_SUMS))
+    return int(WORD_REGISTERS + columns * (3 + choice.block_m) + along * (2 * columns + digits) + sums)
 
 
 def resident(work: LinearWork, choice: Choice, device: Device) -> int:
@@ -252,7 +263,10 @@ def resident(work: LinearWork, choice: Choice, device: Device) -> int:
     threads = 32 * choice.num_warps
     shared = shared_bytes(work, choice)
     by_shared = device.shared // shared if shared else PROGRAMS
-    return max(1, min(REGISTERS // (registers(work, choice) * threads), THREADS // threads, by_shared, PROGRAMS))
+    by_registers = REGISTERS // (registers(work, choice) * threads)
+    if choice.schedule == "gemv" and work.as_int8(choice):
+        by_registers = QUARTERS * (REGISTERS // QUARTERS // (registers(work, choice) * 32)) // choice.num_warps
+    return max(1, min(by_registers, THREADS // threads, by_shared, PROGRAMS))
 
 
 def programs_of(work: LinearWork, choice: Choice) -> int:
@@ -293,11 +307,14 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     waves = programs / (processors * together)
     waves = math.ceil(waves) if waves <= UNROUNDED else waves + 0.5
     latency, spread, words = fit.latency * device.latency, 1.0, int8 and choice.schedule == "gemv"
+    launched = programs * LAUNCHED if words else 0.0
     if choice.schedule == "gemv":  # each step's tile is asked for a step ahead
         busy = arithmetic / (programs * steps) * processors * on_processor
-        one = latency + (steps - 1) * max(latency, busy) + EXPOSED * busy
+        turns = (steps - 1) // 2 if words else steps - 1  # two tiles are under way at a time
+        one = latency + turns * max(latency, 2 * busy if words else busy) + EXPOSED * busy
+        one += EXCHANGE if words and choice.num_warps > 1 else 0.0
         if not work.across:
-            spread = 1 + SPREAD * math.log2(choice.block_n)
+            spread = 1 + (WORD_SPREAD if words else SPREAD) * math.log2(choice.block_n)
     else:
         one = latency + steps * max(latency / max(choice.num_stages - 1, 1), fit.step)
     limits = (
@@ -305,6 +322,7 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
         waves * (one + fit.program),
         read / (device.vector / 2 if words else fit.cache * device.cache),
         arithmetic / fill,
+        launched,
     )
     seconds = sum(limit**fit.sharpness for limit in limits) ** (1 / fit.sharpness) + fit.once
     if not work.bare:
