@@ -17,11 +17,8 @@ from .linear_cost import LinearWork, linear_seconds, programs_of, registers, sha
 from .roofline import power_of_two
 
 MOST = 36  # candidates that are handed out
-MOST_OF_ONE, ALIKE, ALIKE_WORDS = (
-    24,
-    3,
-    1,
-)  # of them of one schedule; with the same tile; and so over words, where times lie within a percent
+MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
+ALIKE_WORDS = 1  # and so over words, where memory decides, and the model tells tiles apart by a percent or two
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
 APART_ROWS = 16  # from which skinny's prologue is tried as a kernel of its own
 SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
@@ -63,7 +60,8 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
         tile = (choice.schedule, choice.block_m, choice.block_n, choice.block_k, choice.digits, choice.apart)
         alike[tile] += 1
         alike[tile[:1]] += 1
-        if alike[tile] <= (ALIKE_WORDS if work.words and choice.digits else ALIKE) and alike[tile[:1]] <= MOST_OF_ONE and len(kept) < MOST:
+        most = ALIKE_WORDS if choice.schedule == "gemv" and choice.digits else ALIKE
+        if alike[tile] <= most and alike[tile[:1]] <= MOST_OF_ONE and len(kept) < MOST:
             kept.append(choice)
     return tuple(kept)
 
