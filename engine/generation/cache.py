@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+LAUNCH_BYTES = {"cpu": 1 << 15, "cuda": 1 << 25}  # what is cleared in the time that one more launch takes, about
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -82,9 +84,12 @@ class KeyValueStore:
 
     def _clean(self, tensors: list[Tensor]) -> None:
         """Slots that no query sees have weight 0, and 0 times what an overflow may have left there is not 0."""
-        if 4 * self.written > self.slots:  # whole tensors are one launch
-            torch._foreach_zero_(tensors)
-        elif self.written:
+        if not self.written:
+            return
+        spared = sum(tensor.nbytes for tensor in tensors) / len(tensors) * (1 - self.written / self.slots)  # by leaving out what is clean
+        if spared < LAUNCH_BYTES["cuda" if self.device.type == "cuda" else "cpu"]:
+            torch._foreach_zero_(tensors)  # one launch
+        else:
             for tensor in tensors:
                 tensor[:, :, : self.written].zero_()
 

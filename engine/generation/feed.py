@@ -18,18 +18,26 @@ class Feed:
         self.ids, self.positions = (torch.zeros(rows, bucket, dtype=torch.int64, device=device) for _ in range(2))
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
         self.length = torch.zeros((), dtype=torch.int64, device=device)
+        self._filled = 0  # tokens of a row of the last prompt
+        self._positions: Tensor | None = None  # those of the last prompt
         if bucket > 1:  # one graph for all lengths
             torch._dynamo.maybe_mark_dynamic(self.ids, 1)
             torch._dynamo.maybe_mark_dynamic(self.positions, 1)
 
     def fill(self, ids: Tensor, positions: Tensor | None) -> None:
-        """Take the tokens `ids` [rows, n] and their positions [rows or 1, n]."""
+        """Take the tokens `ids` [rows, n] and their positions [rows or 1, n], a tensor that is not written to while it is in use."""
         n = ids.shape[1]
         first = self.bucket - n if self.at_end else 0
-        self.ids.zero_()
+        same, positioned = n == self._filled, positions is not None and positions is self._positions
+        self._filled, self._positions = 0, None  # should this be broken off
+        # Every line is a launch or two. What a call of the same shape finds is what the last one has left; nothing else writes here.
+        if not same:
+            self.ids.zero_()
+            self.last.fill_(first + n - 1)
+            self.length.fill_(n)
         self.ids[:, first : first + n].copy_(ids)
-        self.positions.zero_()
-        if positions is not None:
-            self.positions[:, first : first + n].copy_(positions)
-        self.last.fill_(first + n - 1)
-        self.length.fill_(n)
+        if not (same and positioned):
+            self.positions.zero_()
+            if positions is not None:
+                self.positions[:, first : first + n].copy_(positions)
+        self._filled, self._positions = n, positions

@@ -23,7 +23,7 @@ from .hooks import HOOK
 from .prompts import TEXT
 from .request import Request
 
-CALLS = 64  # that are kept; the least recently used one gives way
+CALLS = 256  # that are kept; the least recently used one gives way
 
 _MEMBERS = frozenset(
     name for name, member in vars(GenerationMixin).items() if callable(member) or isinstance(member, (property, staticmethod, classmethod))
@@ -57,6 +57,7 @@ class Kept:
         self._model = model
         self._plain = _prepares_plainly(type(model))
         self._prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
+        self._configs: dict[Hashable, object] = {}  # by their contents, which are long, what stands for configurations in keys
 
     def call(self, given: Mapping[str, Any]) -> Call | None:
         """The call with these arguments; None for one that is always to be prepared."""
@@ -74,9 +75,12 @@ class Kept:
         streamer = given.get("streamer")
         try:
             settings = [(name, _frozen(value)) for name, value in given.items() if name not in (named[0], "attention_mask", "streamer")]
-            configs = _frozen(model.config), _frozen(model.generation_config)
+            configs: Hashable = _frozen(model.config), _frozen(model.generation_config)
         except TypeError:
             return None
+        if len(self._configs) > CALLS:
+            self._configs.clear()
+        configs = self._configs.setdefault(configs, object())
         tensors = named[0], ids.shape, ids.device, None if mask is None else mask.dtype, streamer is not None
         return Call((tensors, frozenset(settings), configs, _distributed()), named[0], ids, mask, streamer)
 

@@ -152,7 +152,8 @@ class Loop:
     def _begin(self, state: State, request: Request) -> None:
         recipe = request.recipe
         state.begin(request.ids, request.mask, request.ends, request.pad, recipe.numbers)
-        state.length.fill_(request.held)
+        if request.held:
+            state.length.fill_(request.held)
         if recipe.skipped is not None:
             state.skipped.copy_(recipe.skipped)
         counters = [(state.count, request.ids.shape[1] + 1), (state.made, 1), (state.length, request.held + request.fed)]

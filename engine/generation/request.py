@@ -81,8 +81,8 @@ def request_of(
         recipe=recipe(logits_processor, config.do_sample),
         mask=_mask(given.get("attention_mask"), device, input_ids.shape[0], held + fed),
         positions=_positions(given.get("position_ids"), device, fed) if decoder.positions else None,
-        ends=None if ends is None else ends.to(device),
-        pad=0 if pad is None else pad.to(device),
+        ends=None if ends is None else ends.to(device, copy=True),  # copies: a request's tensors are its own
+        pad=0 if pad is None else pad.to(device, copy=True),
         past=past,
         held=held,
         criteria=others or None,

@@ -40,7 +40,9 @@ class State:
         self.columns = torch.arange(slots, device=device)
         self.ends: Tensor | None = None
         self._numbers = {name: integers() for name in NUMBERS}
-        self._ends: dict[int, Tensor] = {}
+        self._ends: dict[int, tuple[Tensor, Tensor]] = {}  # by their number: where they are held, and what was copied there
+        self._pad: Tensor | int | None = None  # what `pad` was set to
+        self._hides = True  # whether `mask` may hold a 0
         self._constants: dict[tuple[int, ...], Tensor] = {}
 
     def number(self, name: str) -> Tensor:
@@ -56,21 +58,27 @@ class State:
 
     def begin(self, ids: Tensor, mask: Tensor | None, ends: Tensor | None, pad: Tensor | int, numbers: dict[str, int]) -> None:
         """Start with `ids` [rows, n]. mask [rows, m]: of the tokens in the cache and in the prompt, None where none is padding. `ends`:
-        None where no token ends a row."""
+        None where no token ends a row. `pad` and `ends` are not written to while they are in use: the same ones are not copied again."""
         n = ids.shape[1]
         self.ids[:, :n].copy_(ids)
         self.ids[:, n:].copy_(ids[:, -1:].expand(-1, self.slots - n))
-        self.mask.fill_(1)
+        if mask is not None or self._hides:
+            self.mask.fill_(1)
+        self._hides = mask is not None
         if mask is not None:
             self.mask[:, : mask.shape[1]].copy_(mask)
         self.count.fill_(n)
         self.made.zero_()
         self.finished.zero_()
-        self.pad.copy_(pad) if isinstance(pad, Tensor) else self.pad.fill_(pad)
+        if pad is not self._pad:
+            self.pad.copy_(pad) if isinstance(pad, Tensor) else self.pad.fill_(pad)
+        self._pad = pad
         self.ends = None
         if ends is not None:
-            self.ends = self._ends.setdefault(len(ends), torch.empty_like(ends, device=self.ids.device))
-            self.ends.copy_(ends)
+            self.ends, held = self._ends.get(len(ends)) or (torch.empty_like(ends, device=self.ids.device), None)
+            if held is not ends:
+                self.ends.copy_(ends)
+            self._ends[len(ends)] = self.ends, ends
         for name, value in numbers.items():
             self._numbers[name].fill_(value)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 _parts = operator.attrgetter("_parameters", "_buffers", "_modules")
 _hooks = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
-_address = operator.methodcaller("data_ptr")
+_address = Tensor.data_ptr
 _version = operator.attrgetter("_version")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from dsi.engine.generation.cache import KeyValueStore, LayerShape, hand_over, is_growing, take_over
+from dsi.engine.generation.cache import LAUNCH_BYTES, KeyValueStore, LayerShape, hand_over, is_growing, take_over
 from dsi.engine.generation.decoder import NotOurs
 from dsi.engine.generation.examine import examine, position_limit
 from generating import small_llama
@@ -33,8 +33,9 @@ def test_it_grows_in_either_direction_and_never_shrinks():
     assert memory.bytes_a_token == 2 * (8 + 8) * 4 + 4 * 2 + 6 * 2
 
 
-@pytest.mark.parametrize("written", [3, 12])
-def test_what_a_call_left_is_gone_in_the_next(written):
+@pytest.mark.parametrize("launch", [0, 1 << 20], ids=["what was written", "all at once"])
+def test_what_a_call_left_is_gone_in_the_next(monkeypatch, launch, written=3):
+    monkeypatch.setitem(LAUNCH_BYTES, "cpu", launch)
     memory = store()
     cache = memory.cache(2, 16)
     cache.layers[0].values[:, :, :written] = torch.inf

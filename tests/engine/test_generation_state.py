@@ -8,6 +8,7 @@ import dsi.engine.generation
 import pytest
 import torch
 from dsi.engine.generation import gpu_state
+from dsi.engine.generation.feed import Feed
 from dsi.engine.generation.gpu_state import GpuState
 from dsi.engine.generation.sampling import recipe
 from dsi.engine.generation.state import State
@@ -111,6 +112,53 @@ def test_all_infinities_and_no_numbers(interpreter):
         reference.follow(recipe([], sample=False), logits, torch.tensor(1))
         run(interpreter, ours, logits, None, torch.tensor(1))
         assert torch.equal(ours.token, reference.token)
+
+
+def held(state):
+    return {name: getattr(state, name).clone() for name in ("ids", "mask", "count", "made", "finished", "pad", "ends")}
+
+
+def test_a_state_holds_what_it_began_with_whatever_came_before():
+    """What is there already is not copied again."""
+    hides, ends, others = torch.tensor([[0, 1, 1]]), torch.tensor([5, 6]), torch.tensor([7, 8])
+    begins = [
+        (torch.arange(3)[None], None, ends, torch.tensor(3)),
+        (torch.arange(3)[None], hides, ends, 0),
+        (torch.arange(4)[None], None, others, 0),
+        (torch.arange(2)[None], hides[:, :2], torch.tensor([4]), torch.tensor(9)),
+        (torch.arange(2)[None], None, ends, 1),
+        (torch.arange(2)[None], None, others, 1),
+    ]
+    used = State(1, SLOTS, torch.tensor(0))
+    for ids, mask, ends, pad in begins * 2:
+        fresh = State(1, SLOTS, torch.tensor(0))
+        for state in (used, fresh):
+            state.begin(ids, mask, ends, pad, {})
+        expected = held(fresh)
+        assert all(torch.equal(value, expected[name]) for name, value in held(used).items())
+        used.advance(torch.tensor([5]), torch.tensor(1))
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_feed_holds_what_it_was_filled_with_whatever_came_before(at_end):
+    positions = {n: torch.arange(n)[None] for n in (2, 3, 4)}
+    prompts = [
+        (3, positions[3]),
+        (3, positions[3]),
+        (2, positions[2]),
+        (4, positions[4]),
+        (4, positions[4] + 1),
+        (4, None),
+        (4, positions[4]),
+    ]
+    used = Feed(1, 4, torch.device("cpu"), at_end)
+    for n, placed in prompts * 2:
+        fresh = Feed(1, 4, torch.device("cpu"), at_end)
+        ids = torch.randint(1, 9, (1, n))
+        for feed in (used, fresh):
+            feed.fill(ids, placed)
+        for name in ("ids", "positions", "last", "length"):
+            assert torch.equal(getattr(used, name), getattr(fresh, name)), name
 
 
 @pytest.mark.gpu
