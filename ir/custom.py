@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .errors import DsiError
 
@@ -63,13 +65,17 @@ def custom_op(name: str, reference: Function, *, kernel: Function | None = None,
     """Registers the operator `name` ("mine::soft_norm") and returns it.
 
     `reference`: a function of tensors and literals in plain torch, its parameters annotated (the schema is read off them), which changes no
-    argument. It is the operator's definition: whatever it computes is right. `kernel`: a function with the same parameters that launches a
-    kernel of yours and returns new contiguous tensors; called for CUDA tensors. `fake`: shapes and dtypes of the results without computing
-    (`torch.library.register_fake`); without it the reference says them.
+    argument and draws no random numbers. It is the operator's definition: whatever it computes is right. `kernel`: a function with the same
+    parameters that launches a kernel of yours and returns new contiguous tensors; called for CUDA tensors. `fake`: shapes and dtypes of the
+    results without computing (`torch.library.register_fake`); without it the reference says them.
 
-    Results are contiguous and share no memory with arguments. Raises `DsiError` for a name that is taken or malformed, for parameters
-    without annotations, and for a kernel whose parameters are not the reference's.
+    Results are tensors, contiguous, each in memory of its own. Raises `DsiError` for a name that is taken or malformed, for parameters
+    without annotations, for results that are no tensors, and for a kernel whose parameters are not the reference's; tracing a call raises
+    it for a reference that writes to an argument.
     """
+    for what, function in (("reference", reference), ("kernel", kernel), ("fake", fake)):
+        if function is not None and not callable(function):
+            raise DsiError(f"custom_op: {name}: the {what} is {function!r}, which is no function")
     if not _NAME.fullmatch(name):
         raise DsiError(f"custom_op: {name!r} is no name of an operator; it must have the form 'namespace::name'")
     namespace, short = name.split("::")
@@ -80,6 +86,11 @@ def custom_op(name: str, reference: Function, *, kernel: Function | None = None,
         schema = torch.library.infer_schema(reference, mutates_args=())
     except ValueError as error:
         raise DsiError(f"custom_op: {name}: the reference's parameters and result must be annotated: {error}") from None
+    results = torch._C.parse_schema(f"{name}{schema}").returns
+    if not results or any(str(result.type) not in ("Tensor", "List[Tensor]", "Tensor[]") for result in results):
+        raise DsiError(
+            f"custom_op: {name}: the reference returns {[str(r.type) for r in results] or None}; an operator's results are tensors"
+        )
     if kernel is not None and list(inspect.signature(kernel).parameters) != list(inspect.signature(reference).parameters):
         raise DsiError(
             f"custom_op: {name}: the kernel's parameters {list(inspect.signature(kernel).parameters)} are not the reference's "
@@ -92,7 +103,7 @@ def custom_op(name: str, reference: Function, *, kernel: Function | None = None,
     library.impl(short, plain, "CompositeExplicitAutograd")
     if kernel is not None:
         library.impl(short, _own_memory(kernel), "CUDA")
-    torch.library.register_fake(name, _own_memory(fake) if fake is not None else plain, lib=library)
+    torch.library.register_fake(name, _own_memory(fake) if fake is not None else _unwritten(name, plain), lib=library)
     operator = CustomOp(name, getattr(getattr(torch.ops, namespace), short).default, plain, kernel)
     CUSTOM[spelled] = operator
     return operator
@@ -107,24 +118,57 @@ def custom_of(target: object) -> CustomOp | None:
 
 
 def _own_memory(function: Function) -> Function:
-    """`function`, its results contiguous and in memory of their own."""
+    """`function`, its results contiguous and each in memory of its own."""
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        return tuple(_owned(r, given) for r in result) if isinstance(result, tuple) else _owned(result, given)
+        others = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if not isinstance(result, (tuple, list)):
+            return _owned(result, others)
+        owned = []
+        for value in result:
+            owned.append(_owned(value, others))
+            others.append(owned[-1])
+        return type(result)(owned)
 
     computed.__wrapped__ = function  # type: ignore[attr-defined]
     computed.__name__ = getattr(function, "__name__", "reference")
     return computed
 
 
-def _owned(result: Any, given: list[Tensor]) -> Any:
+def _owned(result: Any, others: list[Tensor]) -> Any:
     if not isinstance(result, Tensor):
         return result
-    if any(result.untyped_storage()._cdata == value.untyped_storage()._cdata for value in given):
+    if any(result.untyped_storage()._cdata == value.untyped_storage()._cdata for value in others):
         return result.clone(memory_format=torch.contiguous_format)
     return result.contiguous()
+
+
+class _Unwritten(TorchDispatchMode):
+    """Within: an operator that writes to memory of `given` is a `DsiError`."""
+
+    def __init__(self, name: str, given: list[Tensor]):
+        super().__init__()
+        self._name, self._given = name, {value.untyped_storage()._cdata for value in given}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        for position, parameter in enumerate(func._schema.arguments):
+            if parameter.alias_info is not None and parameter.alias_info.is_write:
+                values = tree_leaves(args[position] if position < len(args) else named.get(parameter.name))
+                if any(isinstance(v, Tensor) and v.untyped_storage()._cdata in self._given for v in values):
+                    raise DsiError(f"custom_op: {self._name}: the reference writes to an argument ({func}); it must compute on a copy")
+        return func(*args, **named)
+
+
+def _unwritten(name: str, function: Function) -> Function:
+    """`function`, which may write to no argument: graphs hold operators that do not, and order them freely."""
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        with _Unwritten(name, [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]):
+            return function(*args, **kwargs)
+
+    return computed
 
 
 def _source(function: Any) -> str:

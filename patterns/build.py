@@ -13,6 +13,7 @@ from dsi.ir.ops import REGISTRY
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from .effects import is_mutation
 from .pattern import _unknown, widened
 from .vocabulary import OPS, Target, invoke, spell
 
@@ -85,6 +86,11 @@ class Builder(ABC):
         return [self.size(x, d) for d in range(self.value(x).dim())]
 
 
+def _writes_nothing(target: Target) -> None:
+    if is_mutation(target):
+        raise DsiError(f"{target} writes to its argument; a graph holds operators that make a new value each")
+
+
 class EagerBuilder(Builder):
     """Computes a rewrite on tensors. With `wide`, floats are float64 and casts between floats do nothing; with `kernels`, users' own
     operators are computed by their kernels, whatever the device.
@@ -97,6 +103,7 @@ class EagerBuilder(Builder):
         """How many kernels of users' own operators ran."""
 
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> Any:
+        _writes_nothing(target)
         if self._wide:
             args, kwargs = tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
         if compute is not None:
@@ -121,6 +128,7 @@ class GraphBuilder(Builder):
         self.made: list[fx.Node] = []
 
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> fx.Node:
+        _writes_nothing(target)
         positional, named = spell(target, args, kwargs)
         if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in tree_leaves((positional, named))):
             raise DsiError(f"{target} is built with a symbolic size as a number; dsi.size(x, dim) gives it as a value of the graph")

@@ -194,10 +194,14 @@ class Case:
         try:
             match.check_declared()
             self._check(match)
+            given = {name: value.clone() for name, value in self.env.items() if isinstance(value, torch.Tensor)}
             actual = self._rewrite(match, wide=False)
         except Refused as refused:
             self.refusal = refused.refusal.reason
             return False
+        for name, value in given.items():
+            if not torch.equal(value, self.env[name]):
+                raise self._wrong(f"its rewrite writes to {name}")
         self.tags = {tag: branch for tag, (branch, _) in match._tags.items()}
         exact, wide_match = self._pattern({k: _widened(v) for k, v in self.env.items()}, wide=True)
         wide_match._solver = match._solver

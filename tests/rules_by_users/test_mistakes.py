@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dsi
 
@@ -161,3 +161,73 @@ def test_hits_are_counted_by_names_that_are_unique():
 def test_rules_are_a_list():
     with pytest.raises(dsi.DsiError, match=r"option 'rules' = .*Clamp.*a list of classes derived from dsi\.Rule"):
         dsi.Options.parse({"rules": Clamp})
+
+
+# ----------------------------------------------------------------------------------------------------------- operators that write
+
+
+def grown(x: Tensor) -> Tensor:
+    return x.add_(1.0) * 2.0
+
+
+def grown_copy(x: Tensor) -> Tensor:
+    return x.clone().add_(1.0) * 2.0
+
+
+grown_op, grown_copy_op = (dsi.custom_op(f"mistakes::{f.__name__}", f) for f in (grown, grown_copy))
+
+
+class ByAnOperatorThatWrites(dsi.Rule):
+    dims = {"x": "... N"}
+
+    def pattern(self, op, x):
+        return (x + 1.0) * 2.0
+
+    def rewrite(self, dsi, m):
+        return dsi.call(grown_op, m.x)
+
+
+class InPlace(ByAnOperatorThatWrites):
+    def rewrite(self, dsi, m):
+        return dsi.aten.mul(dsi.call(aten.add_.Tensor, m.x, 1.0), 2.0)
+
+
+def test_a_rewrite_writes_to_nothing():
+    with pytest.raises(dsi.VerificationError, match="its rewrite writes to x"):
+        dsi.verify(ByAnOperatorThatWrites)
+    with pytest.raises(dsi.VerificationError, match=r"aten\.add_\.Tensor writes to its argument"):
+        dsi.verify(InPlace)
+
+
+@torch.no_grad()
+def test_a_reference_that_writes_to_an_argument_is_refused_in_a_model():
+    x = torch.randn(3, 4)
+    compiled = torch.compile(lambda x: grown_copy_op(x) + x, backend="dsi", options={"executor": "reference"})
+    torch.testing.assert_close(compiled(x), (x + 1) * 2 + x)
+    with pytest.raises(Exception, match="mistakes::grown: the reference writes to an argument"):
+        torch.compile(lambda x: grown_op(x) + x, backend="dsi", options={"executor": "reference"})(x)
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    y = x * 2
+    return [x, y, y.view(-1)]
+
+
+def number(x: Tensor) -> int:
+    return x.dim()
+
+
+def nothing(x: Tensor) -> None:
+    return None
+
+
+def test_results_are_tensors_each_in_memory_of_its_own():
+    x = torch.randn(2, 3)
+    first, second, third = dsi.custom_op("mistakes::parts", parts)(x)
+    assert len({t.data_ptr() for t in (x, first, second, third)}) == 4 and torch.equal(third, 2 * x.flatten())
+    for function in (number, nothing):
+        with pytest.raises(dsi.DsiError, match="an operator's results are tensors"):
+            dsi.custom_op(f"mistakes::{function.__name__}", function)
+    for kernel in ({"kernel": 3}, {"fake": 3}):
+        with pytest.raises(dsi.DsiError, match="is 3, which is no function"):
+            dsi.custom_op("mistakes::other", parts, **kernel)
