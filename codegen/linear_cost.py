@@ -20,6 +20,7 @@ from .devices import Device
 from .kernel import Choice
 from .layout import Interner
 from .roofline import evaluate, traffic, typical
+from .word_cost import EXCHANGE, LAUNCHED, QUARTERS, WORD_SPREAD, word_registers, word_slots
 from .words import WORD, words_possible
 
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
@@ -68,19 +69,8 @@ ROWS = {
     "tiled": {"": 4.0, "rms": 20.0, "layer": 20.0},
 }
 EXPOSED = 0.22
-# Of int8 read as words, counted in compiled kernels and not fitted: slots of the vector units for a product of words, which go at half the
-# rate; for each word beside its products (its share of loads, addresses and moves), and where its scale is a group's (a load, a conversion
-# and a product for four of them). Registers of a thread beside its tiles, sums and digits, in a loop and where one step covers a row, and
-# the share of the sums that there is beside the tiles. All passes a processor's first cache at 128 bytes a cycle, as many as it has lanes.
-PRODUCT_OF_WORDS, WORD_BESIDE, WORD_SCALE, WORD_REGISTERS, STRAIGHT_REGISTERS, STRAIGHT_SUMS = 2, 5, 4, 24, 16, 0.25
-# Seconds from one program over words to the next, of a whole device: 128,256 of a row of 4 KB each took 160.6 us, where memory takes 120.
-# A program has that little to read, its digits are twice as much, and each starts, sums over its threads and ends.
-LAUNCHED = 1.15e-9
-EXCHANGE = 0.05e-6  # seconds of a program over words that sums over several warps: a store, a barrier and a load of shared memory
-# By which memory is slower for each doubling of the rows of a weight that a program of gemv reads side by side; over words, where two
-# and four rows of 4 KB and more lose nothing to one that is as long, or 2 %.
-SPREAD, WORD_SPREAD = 0.1, 0.02
-QUARTERS = 4  # of a processor, each with registers of its own for the warps that it is given
+# By which memory is slower for each doubling of the rows of a weight that a program of gemv reads side by side.
+SPREAD = 0.1
 # Shares of the matrix units' rate. Of skinny's tiles at least 64 columns tall, as the newer units want it, and of others; of tiled's, whose
 # small tiles read their operands more often than they multiply: the area at which half of it is reached; with rows that are computed on
 # their way, and not loaded straight into shared memory.
@@ -247,17 +237,6 @@ def registers(work: LinearWork, choice: Choice) -> int:
     return int(least + sums * (1 + (CROWDED if work.crowded else 0.0)) + (sums if work.wide else 0))
 
 
-def word_registers(work: LinearWork, choice: Choice) -> int:
-    """About how many registers a thread needs over words: the digits and two tiles of each weight, a sum a digit for four words, addresses
-    and results a column. Where one step covers what a program sums, it holds one tile, whose words are gone as most of their sums come."""
-    along = choice.block_k / (32 * choice.num_warps * WORD)  # words of a row that a thread has
-    digits, columns = choice.digits * choice.block_m, choice.block_n * work.accumulators
-    sums = along * columns * choice.block_m * (1 if work.group else choice.digits) / 4
-    if choice.block_k >= work.inner / choice.split:
-        return int(STRAIGHT_REGISTERS + along * (columns + digits) + sums * (1.0 if work.crowded else STRAIGHT_SUMS))
-    return int(WORD_REGISTERS + columns * (3 + choice.block_m) + along * (2 * columns + digits) + sums)
-
-
 def resident(work: LinearWork, choice: Choice, device: Device) -> int:
     """Programs that one processor runs at a time."""
     threads = 32 * choice.num_warps
@@ -339,9 +318,7 @@ def _arithmetic(work: LinearWork, choice: Choice, int8: bool, device: Device, ti
     norm = max(work.reductions, key=lambda kind: ROWS["gemv"][kind], default="")
     rows = 0.0 if work.bare else ROWS[choice.schedule][norm] * steps * choice.block_k * min(choice.block_m, work.rows) / lanes
     if choice.schedule == "gemv" and int8:
-        scaled = WORD_SCALE if work.group and work.group % choice.block_k else 0
-        each = PRODUCT_OF_WORDS * choice.digits * choice.block_m + WORD_BESIDE + scaled
-        return elements / WORD * each / lanes
+        return elements / WORD * word_slots(work, choice) / lanes
     if choice.schedule == "gemv":
         return elements * (choice.block_m + CONVERSIONS[work.element_bytes]) / lanes + rows
     products = 2 * elements * max(choice.block_m, 8) / _matrix_rate(work, choice, int8, device)
