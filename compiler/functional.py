@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from dsi.ir.fakes import Fakes
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -19,6 +20,7 @@ from .plain import OWN, Refusal, memory, why_not_plain
 _private: Any = torch  # whose functions for functionalisation have no stubs
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 _COPY = torch.ops.aten.copy_.default
+_DEVICE = torch.ops.prim.device.default
 _REFUSED_TAGS = {
     torch.Tag.nondeterministic_seeded: "draws random numbers",
     torch.Tag.data_dependent_output: "reads a value",
@@ -129,6 +131,7 @@ class _Recorder(TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Tensor] = []  # so that no number of `_nodes` is used again
         self._silent = False
+        self._fakes = Fakes()
 
     def know(self, value: Tensor, node: fx.Node) -> None:
         """`value` is what `node` gives."""
@@ -154,6 +157,8 @@ class _Recorder(TorchDispatchMode):
             self._silent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # asked of every tensor that is wrapped
+            return args[0].fake_device
         kwargs = kwargs or {}
         if self._silent or func.namespace == "prim":  # "prim" asks a tensor for its properties
             return func(*args, **kwargs)
@@ -165,7 +170,7 @@ class _Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         node = self.graph.create_node("call_function", func, self._arguments(args), self._arguments(kwargs), name)
         self._place(node)
-        result = func(*args, **kwargs)
+        result = self._fakes.result(func, args, kwargs, lambda: func(*args, **kwargs))
         if func is _COPY:
             node.meta["val"] = result
         elif isinstance(result, Tensor):

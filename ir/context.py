@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import Refusal
+from .fakes import Fakes
 from .region import Region
 
 
@@ -65,6 +66,7 @@ class Context:
     fuel: Fuel = field(default_factory=Fuel)
     weights: dict[str, str] = field(default_factory=dict)  # placeholder that keeps its place between calls -> its name in the model
     fake_mode: Any = None  # the tracing fake mode; set before the first ATen-level stage
+    fakes: Fakes = field(default_factory=Fakes)
     device: str = "cpu"  # device type that the graph runs on
     dequantised: Callable[[Any], Any] | None = None  # weight -> what the compiled graph computes with instead, None for the weight itself
     artifacts: dict[str, str] = field(default_factory=dict)  # relative path -> text, e.g. "kernels/<name>.py"

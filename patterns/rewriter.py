@@ -175,9 +175,13 @@ class Rewriter:
         """The fake value of a node, computed from its inputs' (`values` first). Raises `Refused` where that fails or would need a guard."""
         known = values or {}
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: known[n] if n in known else n.meta["val"])
-        try:
+
+        def compute() -> Any:
             with self._faking():
                 return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        try:
+            return self.context.fakes.result(node.target, args, kwargs, compute)
         except Exception as error:
             line = str(error).strip().splitlines()
             raise refuse(f"{node.target} does not take these values: {line[0] if line else type(error).__name__}") from error
