@@ -21,7 +21,7 @@ QUARTERS = 4  # of a processor, each with registers of its own for the warps tha
 # Seconds from one program to the next, of a whole device: 128,256 of a row of 4 KB each took 160.6 us on an H200, where memory takes 120. A
 # program has that little to read, its digits are twice as much, and each starts, sums over its threads and ends.
 LAUNCHED = 1.15e-9
-EXCHANGE = 0.05e-6  # seconds of a program that sums over several warps: a store, a barrier and a load of shared memory
+EXCHANGE = 0.2e-6  # seconds of a program that sums over several warps: 6 to 12 stores, barriers and loads of shared memory, 30 cycles each
 # By which memory is slower for each doubling of the rows that a program reads side by side: of a head in bf16, two and four rows lost
 # nothing to one, of smaller weights 2 %.
 WORD_SPREAD = 0.02
