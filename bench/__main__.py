@@ -121,7 +121,8 @@ def linear_command(
     sweep: Annotated[bool, typer.Option("--sweep", help="Try what the cost model lists.")] = False,
     most: Annotated[int, typer.Option(min=1, help="Choices of a sweep, for each case.")] = 16,
     best: Annotated[int, typer.Option(help="Choices that are printed.")] = 5,
-    int8: Annotated[bool, typer.Option("--int8", help="Each case with int8 weights, too.")] = False,
+    weights: Annotated[str, typer.Option(help="Each case with its own weights, int8 weights, or both: own,int8.")] = "own",
+    lay_out: Annotated[bool, typer.Option("--lay-out", help="Models' weights laid out by output, as the engine has them.")] = False,
     defaults: Annotated[Path | None, typer.Option(help="File in the form of codegen/defaults.json that gets the winners.")] = None,
     blocks: Blocks = 5,
     dtype: Dtype = None,
@@ -142,10 +143,10 @@ def linear_command(
     try:
         wanted = [fields for text in choice or () for fields in linear.parse_choices(text)]
         if cases:
-            listed = linear.model_cases(models(cases), numbers(rows), DTYPES[dtype] if dtype else None)
+            listed = linear.model_cases(models(cases), numbers(rows), DTYPES[dtype] if dtype else None, lay_out)
         else:
             listed = linear.cases_of(texts, form, DTYPES[dtype or ("fp32" if small else "fp16")])
-        listed = linear.with_int8(listed) if int8 else listed
+        listed = linear.with_weights(listed, weights.split(","))
         linear.run(shared, listed, linear.Plan(wanted, most if sweep else 0, best, defaults))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

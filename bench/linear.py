@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import path, timing
-from bench.comparators import DTYPES, reset
+from bench.comparators import DTYPES, reset, sentence
 from bench.compile_pool import Compiled, CompilePool, generated, runner
 from bench.linear_forms import FORMS, WEIGHTS, Problem, linears
 from bench.report import Report, Settings, figure
@@ -123,7 +123,11 @@ def run(settings: Settings, cases: Sequence[Case], plan: Plan) -> Report:
         for case in cases:
             if not report.fits(str(case), 0 if settings.small else COMPILING):
                 continue
-            queued.append(_prepare(case, plan, settings.device, name, pool))
+            try:
+                queued.append(_prepare(case, plan, settings.device, name, pool))
+            except Exception as error:  # the other cases can still be measured
+                report.say(f"{case}: {sentence(error)}")
+                continue
             if len(queued) > AHEAD:
                 _measure(queued.popleft(), plan, name, report)
         while queued:
@@ -358,21 +362,26 @@ def cases_of(shapes: str, form: str, dtype: torch.dtype) -> list[Case]:
     return [Case(form, *parse_shape(text), dtype) for text in shapes.split(",")]
 
 
-def model_cases(names: Sequence[str], rows: Sequence[int], dtype: torch.dtype | None) -> list[Case]:
+def model_cases(names: Sequence[str], rows: Sequence[int], dtype: torch.dtype | None, laid_out: bool = False) -> list[Case]:
     """The linears of models (bench/shapes.py) at every number of rows, each once; rows vary slowest, so that a run that is cut short has
-    all models."""
+    all models. `laid_out`: no weight is stored [K, N]."""
     found: dict[Case, None] = {}
     for m, name in itertools.product(rows, names):
-        for form, n, k in linears(MODELS[name]):
+        for form, n, k in linears(MODELS[name], laid_out):
             # A head is asked for the last token of each sequence only.
             if n < 30000 or m <= 64:
                 found[Case(form, n, k, m, dtype or DTYPES[MODELS[name].dtype])] = None
     return list(found)
 
 
-def with_int8(cases: Sequence[Case]) -> list[Case]:
-    """Each case, and behind it the same with int8 weights, where these are stored [N, K]."""
-    return [one for case in cases for one in (case, dataclasses.replace(case, int8=True)) if not (one.int8 and one.form.endswith("kn"))]
+def with_weights(cases: Sequence[Case], kinds: Sequence[str]) -> list[Case]:
+    """Each case with its own weights ("own") and with int8 weights, where these are stored [N, K] ("int8"), as `kinds` says. Raises
+    ValueError for another kind."""
+    unknown = [kind for kind in kinds if kind not in ("own", "int8")]
+    if unknown or not kinds:
+        raise ValueError(f"unknown weights {', '.join(unknown) or 'none'}; known: own, int8")
+    both = [dataclasses.replace(case, int8=kind == "int8") for case in cases for kind in kinds]
+    return [case for case in both if not (case.int8 and case.form.endswith("kn"))]
 
 
 def parse_choices(text: str) -> list[dict[str, Any]]:

@@ -52,6 +52,10 @@ def norm_bias_gelu_kn(x: Tensor, g: Tensor, h: Tensor, b: Tensor, W: Tensor) -> 
     return F.gelu(torch.addmm(b, F.layer_norm(x, (x.shape[-1],), g, h, EPS), W), approximate="tanh")
 
 
+def norm_bias_gelu(x: Tensor, g: Tensor, h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.linear(F.layer_norm(x, (x.shape[-1],), g, h, EPS), w, b), approximate="tanh")
+
+
 def gated(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
     return F.silu(F.linear(x, w)) * F.linear(x, u)
 
@@ -76,11 +80,19 @@ def norm_qkv_rope(x: Tensor, g: Tensor, c: Tensor, q: Tensor, k: Tensor, v: Tens
     return _rope(queries, c, s), _rope(keys, c, s), values * SCALE
 
 
-def norm_qkv_kn(x: Tensor, g: Tensor, h: Tensor, b: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    width = x.shape[-1]
-    y = torch.addmm(b, F.layer_norm(x, (width,), g, h, EPS), W)
+def _split_in_heads(y: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     first, second, third = (_heads(part, head_size(width)) * SCALE for part in y.split(width, dim=-1))
     return first, second, third
+
+
+def norm_qkv(x: Tensor, g: Tensor, h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    width = x.shape[-1]
+    return _split_in_heads(F.linear(F.layer_norm(x, (width,), g, h, EPS), w, b), width)
+
+
+def norm_qkv_kn(x: Tensor, g: Tensor, h: Tensor, b: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    width = x.shape[-1]
+    return _split_in_heads(torch.addmm(b, F.layer_norm(x, (width,), g, h, EPS), W), width)
 
 
 def bias_qkv(x: Tensor, q: Tensor, a: Tensor, k: Tensor, b: Tensor, v: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +106,7 @@ def head_size(width: int) -> int:
     return 128 if width >= 4096 else 64
 
 
-# Each with its inputs' letters (`Problem.sizes`), in the order in which they are used. "-kn": the weight is stored [K, N].
+# Each with its inputs' letters (`Problem.sizes`), in the order of its arguments. "-kn": the weight is stored [K, N].
 FORMS: dict[str, tuple[Callable[..., Any], str]] = {
     "plain": (plain, "xw"),
     "norm": (norm, "xgw"),
@@ -103,10 +115,12 @@ FORMS: dict[str, tuple[Callable[..., Any], str]] = {
     "bias-residual": (bias_residual, "xwbr"),
     "bias-residual-kn": (bias_residual_kn, "bxWr"),
     "bias-gelu": (bias_gelu, "xwb"),
+    "norm-bias-gelu": (norm_bias_gelu, "xghwb"),
     "norm-bias-gelu-kn": (norm_bias_gelu_kn, "xghbW"),
     "gated": (gated, "xwu"),
     "norm-gated": (norm_gated, "xgwu"),
     "norm-qkv-rope": (norm_qkv_rope, "xgcqkvs"),
+    "norm-qkv": (norm_qkv, "xghwb"),
     "norm-qkv-kn": (norm_qkv_kn, "xghbW"),
     "bias-qkv": (bias_qkv, "xqakbvd"),
 }
@@ -114,8 +128,11 @@ WEIGHTS = "wWuqkv"
 CHANGING = "xr"  # what the kernel before may have written
 
 
-def linears(shape: Shape) -> list[tuple[str, int, int]]:
-    """(form, N, K) of the linear regions of a model, the head included; N counts the columns of one window."""
+def linears(shape: Shape, laid_out: bool = False) -> list[tuple[str, int, int]]:
+    """(form, N, K) of the linear regions of a model, the head included; N counts the columns of one window. `laid_out`: no weight is
+    stored [K, N]."""
+    if laid_out:
+        return [(form.removesuffix("-kn"), n, k) for form, n, k in linears(shape)]
     width, inner, vocab = shape.width, shape.inner, shape.vocab
     if shape.family == "gpt2":
         return [
@@ -271,30 +288,26 @@ class Holder(torch.nn.Module):
 
 def region_of_int8(problem: Problem) -> tuple[Any, list[int]]:
     """`region_of` with int8 weights: which of the function's arguments, or behind them of int8 and scales, each input is."""
-    holder, letters = Holder(problem), problem.letters
-    others = [n for n, letter in enumerate(letters) if letter not in WEIGHTS]
-    region = only_region(holder, [problem.sets[0][n] for n in others], {"dtype": "int8"}, problem.form)
-    # x is the graph's first argument; then come all parameters, before what else is used.
-    weights = [n for n, letter in enumerate(letters) if letter in WEIGHTS]
-    arguments = [others[0], *weights, *others[1:]]
+    holder, letters, values = Holder(problem), problem.letters, problem.sets[0]
+    others = [value for value, letter in zip(values, letters, strict=True) if letter not in WEIGHTS]
+    region, arguments = only_region(holder, others, {"dtype": "int8"}, problem.form, values)
     # int8 and scales, by turns, in the order of the linears: the graph's last results of operators that have several.
     numbers = {node.name: int(node.name.removeprefix("getitem").removeprefix("_") or 0) for node in region.inputs if _is_part(node)}
     packed = {name: len(letters) + place for place, name in enumerate(sorted(numbers, key=numbers.__getitem__))}
-    order = [packed[node.name] if node.name in packed else arguments[_argument(node)] for node in region.inputs]
-    return region, order
+    return region, [packed[node.name] if node.name in packed else arguments[_argument(node)] for node in region.inputs]
 
 
 def region_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, list[int]]:
     """The one region that dsi makes of a function, planned but not run, and which argument each of its inputs is.
 
-    The function must use its arguments first in the order of its signature. Raises ValueError where there are more regions or none.
+    Raises ValueError where there are more regions or none.
     """
-    region = only_region(function, inputs, {}, getattr(function, "__name__", str(function)))
-    return region, [_argument(node) for node in region.inputs]
+    region, arguments = only_region(function, inputs, {}, getattr(function, "__name__", str(function)), inputs)
+    return region, [arguments[_argument(node)] for node in region.inputs]
 
 
 def _argument(node: Any) -> int:
-    """The number of a graph's argument, which AOTAutograd calls "arg0_1"."""
+    """The number of a graph's argument, which is called "arg0_1"."""
     return int(node.name.removeprefix("arg").split("_")[0])
 
 
@@ -303,15 +316,30 @@ def _is_part(node: Any) -> bool:
     return bool(node.name.startswith("getitem"))
 
 
-def only_region(function: Callable[..., Any], inputs: Sequence[Tensor], options: dict[str, Any], name: str) -> Any:
-    """The one region that dsi makes of a function. Raises ValueError where there are more or none."""
+def only_region(
+    function: Callable[..., Any], inputs: Sequence[Tensor], options: dict[str, Any], name: str, known: Sequence[Tensor]
+) -> tuple[Any, list[int]]:
+    """The one region that dsi makes of a function, and for each of the graph's arguments which of the `known` tensors it was given: in
+    which order Dynamo passes inputs and parameters is its own affair. Raises ValueError where there are more regions or none."""
     backend = path.backend()
     from dsi.compiler.observe import collecting
 
+    places = {value.data_ptr(): number for number, value in enumerate(known)}
+    arguments: list[int] = []
+
+    def noting(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        compiled = backend(graph, examples, options={"executor": "reference", **options})
+
+        def call(*values: Tensor) -> Any:
+            arguments[:] = [places[value.data_ptr()] for value in values]
+            return compiled(*values)
+
+        return call
+
     reset()
     with torch.no_grad(), collecting() as contexts:
-        torch.compile(function, backend=backend, options={"executor": "reference", **options}, fullgraph=True, dynamic=False)(*inputs)
+        torch.compile(function, backend=noting, fullgraph=True, dynamic=False)(*inputs)
     regions = [region for context in contexts for region in context.report.regions]
     if len(regions) != 1 or regions[0].spec is None:
         raise ValueError(f"{len(regions)} regions with plans are made of {name}; one is wanted")
-    return regions[0]
+    return regions[0], arguments

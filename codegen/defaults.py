@@ -24,7 +24,7 @@ from .devices import Device, find_device
 from .kernel import Choice
 from .library import library_seconds, possible
 from .linear_choices import GEMV_ROWS, SKINNY_ROWS, admissible, statistics_block
-from .linear_cost import LinearWork, linear_work
+from .linear_cost import LinearWork, linear_seconds, linear_work
 from .roofline import assumed_rows, assumptions, rows_of
 
 FILE = Path(__file__).with_name("defaults.json")
@@ -110,6 +110,10 @@ def _nearest(spec: t.KernelSpec, work: LinearWork, rows: int | None, entries: Se
             continue
         if spec.library and not _ahead(entries[number], spec, work, device):
             return None
+        if entries[number].norm != wanted.norm and not work.bare:
+            # What every program of the measured one repeated was other rows: whether they are better computed once is asked anew.
+            ways = [dataclasses.replace(choice, apart=apart) for apart in (True, False)]
+            choice = min(ways, key=lambda way: linear_seconds(work, way, device))
         choice = dataclasses.replace(choice, block_s=statistics_block(work, choice.block_m, choice.num_warps))
         if admissible(work, choice, rows, device, same=apart == 0.0):
             return choice

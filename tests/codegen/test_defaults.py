@@ -10,6 +10,7 @@ from dsi.codegen import Choice, cost, defaults
 from dsi.codegen.devices import A100, H200
 from dsi.codegen.linear_choices import admissible
 from dsi.codegen.linear_cost import linear_work
+from dsi.ir import tile as t
 
 from . import plans
 from .test_cost import LLAMA, on_meta
@@ -77,6 +78,16 @@ def test_another_norm_counts_less_than_another_kind(table):
     normed = dataclasses.replace(
         spec, plan=dataclasses.replace(spec.plan, reductions=on_meta(lambda: plans.gate_up(BF16, 1)).plan.reductions)
     )
+    assert defaults.lookup(normed, None, "H200") == GEMV
+
+
+def test_what_was_measured_without_a_norm_gets_it_where_the_model_says(table):
+    """As a head has it: a norm that thousands of programs repeat costs more than a kernel of its own; what was measured with it stays."""
+    normed = on_meta(lambda: plans.gate_up(BF16, 1, 4096, 64000))
+    load = next(part for part in t.parts_of(normed.plan.x) if isinstance(part, t.Load))
+    table((dataclasses.replace(normed, plan=dataclasses.replace(normed.plan, x=load, reductions=())), GEMV))
+    assert defaults.lookup(normed, None, "H200") == dataclasses.replace(GEMV, apart=True)
+    table((normed, GEMV))
     assert defaults.lookup(normed, None, "H200") == GEMV
 
 
