@@ -27,6 +27,7 @@ class Explanation:
 
     graphs: list[Report] = field(default_factory=list)
     records: list[GraphRecord] = field(default_factory=list, repr=False)  # what the page draws, a graph each; [] if nothing was taken down
+    breaks: list[str] = field(default_factory=list)  # what is in no graph, and why
 
     @property
     def hits(self) -> Counter[str]:
@@ -51,8 +52,9 @@ class Explanation:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know: graphs stepped aside from, copies of whole caches, fallbacks, weights to be laid out."""
-        notes = list(dict.fromkeys(n for g in self.graphs for n in g.notes))
+        """What a user should know: what is in no graph, graphs stepped aside from, copies of whole caches, fallbacks, weights to be laid
+        out."""
+        notes = list(dict.fromkeys([*self.breaks, *(n for g in self.graphs for n in g.notes)]))
         if across := self.across:
             count = f"{len(across)} weights ({across[0]}, …) are" if len(across) > 1 else f"the weight {across[0]} is"
             notes.append(
@@ -142,7 +144,7 @@ def _counted(refusals: list[Refusal]) -> list[str]:
 UNLIMITED = 1 << 20  # compilations of one function
 
 
-def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
+def explain(model: Callable[..., Any], /, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
     """Compile `model` for one call with `args` and `kwargs`, without gradients, and say what dsi did.
 
     The call is really made, so a cache among the arguments is written to; it runs by the reference functions, since what is wanted is the
@@ -152,6 +154,7 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     from dsi.runtime.kernels import print_kernels
 
     from .backend import dsi
+    from .breaks import Breaks
     from .observe import collecting, recording
     from .record import GraphRecord
 
@@ -159,7 +162,10 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     if "dump" not in given:  # a dump holds what is compiled for this device
         given.setdefault("executor", "reference")
 
+    breaks = Breaks()
+
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        breaks.seen(gm)
         return dsi(gm, example_inputs, options=given)
 
     # A backend of its own makes Dynamo compile again, whatever it has compiled with another.
@@ -170,4 +176,8 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
         compiled(*args, **kwargs)
     for context in contexts:
         print_kernels(context)
-    return Explanation([context.report for context in contexts], [records.get(id(context), GraphRecord()) for context in contexts])
+    return Explanation(
+        [context.report for context in contexts],
+        [records.get(id(context), GraphRecord()) for context in contexts],
+        breaks.sentences(len(contexts)),
+    )

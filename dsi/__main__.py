@@ -48,10 +48,16 @@ def explain(
 
     try:
         module, args, kwargs = _from_python(model) if model.suffix == ".py" else _from_config(model, batch, length)
+        if "options" in kwargs:
+            raise DsiError(f"the model of {model} is given an argument by the name of options, which is dsi's own; pass it by position")
         explanation = explain_model(module, *args, options={"dump": dump} if dump else None, **kwargs)
         _console().print(explanation)
         if html is not None:
-            explanation.html(html, title=model.resolve().parent.name if model.name == "config.json" else model.stem)
+            title = model.resolve().parent.name if model.name == "config.json" else model.stem
+            try:
+                explanation.html(html, title=title)
+            except OSError as error:
+                raise DsiError(f"the page cannot be written to {html}: {error.strerror}") from None
             typer.echo(f"Page: {html}")
     except DsiError as error:
         typer.echo(f"dsi: {error}", err=True)

@@ -90,3 +90,17 @@ def test_the_module_is_a_command_too(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "layer_norm + linear + gelu_tanh" in result.stdout
     assert f"<title>dsi: {tmp_path.name}</title>" in (tmp_path / "page.html").read_text()
+
+
+def test_a_page_that_cannot_be_written(tmp_path):
+    file = tmp_path / "small.py"
+    file.write_text(FILE.format(inputs="(torch.randn(3, 8),)"))
+    result = run(file, "--html", tmp_path)
+    assert result.exit_code == 1 and f"dsi: the page cannot be written to {tmp_path}: Is a directory" in result.output
+
+
+def test_an_argument_by_the_name_of_options(tmp_path):
+    file = tmp_path / "named.py"
+    file.write_text("import torch\nmodel = lambda x, options: x * options\ninputs = dict(x=torch.ones(2), options=2.0)\n")
+    result = run(file)
+    assert result.exit_code == 1 and "an argument by the name of options" in result.output
