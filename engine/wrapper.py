@@ -14,13 +14,14 @@ from .config import InferenceConfig
 from .errors import warn
 from .generation.compiled import compiled, loudly
 from .generation.progress import compiling
+from .generation.stand_in import stand_in
 
 
 class InferenceEngine(nn.Module):
     """What `dsi.init_inference` returns. It takes the place of its module: in a transformers pipeline too.
 
     * `engine(...)` is the module's forward, without gradients: same arguments, same output types.
-    * `engine.generate(...)` takes what transformers' `generate` takes; there is none where the module cannot generate.
+    * `engine.generate(...)` takes what transformers' `generate` takes, or the module's own; there is none where the module has none.
     * `engine.module` is the module that was given, prepared in place; `engine.inference_config` what was asked for; `engine.generator`
       what generates (None where nothing of dsi's does), which knows why a call did not run in its own loop (`why_not_ours`).
     * Every other attribute (`config`, `generation_config`, `can_generate`, ...) is the module's, to read and to write.
@@ -108,7 +109,8 @@ def _runners(module: Any, config: InferenceConfig, device: torch.device) -> tupl
         return module, module.generate if generates else None, None
     graphs = device.type == "cuda" and config.enable_cuda_graph
     if not generates:
-        return _compiled(module, ({"mode": "reduce-overhead"} if graphs else {}) | config.options), None, None
+        options = ({"mode": "reduce-overhead"} if graphs else {}) | config.options
+        return _compiled(module, options), _own_generate(module, options) if hasattr(module, "generate") else None, None
     from .generation import Generator
 
     # The loop owns every buffer that a recorded graph reads, so that there graphs are the rule and False the exception.
@@ -123,11 +125,36 @@ def _runners(module: Any, config: InferenceConfig, device: torch.device) -> tupl
     return generator.forward, generator.generate, generator
 
 
-def _compiled(module: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
-    """`module`, compiled for this engine alone. A call with too many shapes is an error: Dynamo would go on uncompiled in silence."""
+def _own_generate(module: Any, options: dict[str, Any]) -> _Call:
+    """`generate` of a module that is none of transformers': its own code, which calls the compiled forward where it calls the module."""
+    run, calls = _compiled(module, options, hooks=False), 0
+
+    @functools.wraps(module.forward, updated=())
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return run(*args, **kwargs)
+
+    @functools.wraps(module.generate, updated=())
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        before = calls
+        with torch.no_grad():
+            made = stand_in(module, forward).generate(*args, **kwargs)
+        if calls == before:
+            warn(
+                f"dsi: nothing of this generation was compiled: the generate of {type(module).__name__} does not call the module's forward"
+            )
+        return made
+
+    return generate
+
+
+def _compiled(module: nn.Module, options: dict[str, Any], *, hooks: bool = True) -> Callable[..., Any]:
+    """`module`, compiled for this engine alone. A call with too many shapes is an error: Dynamo would go on uncompiled in silence.
+    hooks: run those of the module, too; without, whoever calls does."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)
+        return module(*args, **kwargs) if hooks else module.forward(*args, **kwargs)
 
     run = compiled(forward, options, whole=False)
     called = False

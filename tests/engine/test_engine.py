@@ -64,6 +64,38 @@ def test_a_module_of_ones_own():
         engine.generate(x)
 
 
+class Writer(torch.nn.Module):
+    """A model that generates in its own way, and keeps what it has read in an attribute that its forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(97, 32), torch.nn.Linear(32, 97)
+        self.offset, self.eager = 0.0, 0
+
+    def forward(self, ids):
+        if not torch.compiler.is_compiling():
+            self.eager += 1
+        return self.head(torch.relu(self.embed(ids) + self.offset))
+
+    def generate(self, ids, new, call=True):
+        self.offset = 0.5
+        for _ in range(new):
+            logits = self(ids) if call else self.head(self.embed(ids))
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        return ids
+
+
+def test_a_generate_of_the_modules_own_calls_the_compiled_forward(ids):
+    module = Writer()
+    expected, module.offset, module.eager = module.generate(ids, 4), 0.0, 0
+    engine = init_inference(module, **INJECT)
+    assert torch.equal(engine.generate(ids.to(engine.device), 4).cpu(), expected)
+    assert module.eager == 0 and module.offset == 0.5, "it is the module that generates"
+    with pytest.warns(UserWarning, match="nothing of this generation was compiled: the generate of Writer does not call"):
+        engine.generate(ids.to(engine.device), 2, call=False)
+
+
 def test_without_kernel_inject_nothing_is_compiled(ids):
     module = zoo.decoder("llama")
     engine = init_inference(module, dtype=torch.float32)
