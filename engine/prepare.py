@@ -59,14 +59,16 @@ def prepare(module: nn.Module, config: InferenceConfig, device: torch.device) ->
     """Bring `module` into the state that `config` asks for, in place: in eval mode, uncompiled, cast, on `device`."""
     _uncompile(module)
     module.eval()
-    if config.dtype is not None and config.dtype != torch.int8:
-        cast(module, config.dtype)
-    if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
-        module.to(device)
-    if config.dtype == torch.int8:
-        quantise(module, config.quantization_setting)
-    if device.type == "cuda" and config.replace_with_kernel_inject:
-        lay_out(module)
+    with torch.inference_mode(False):
+        _out_of_inference_mode(module)
+        if config.dtype is not None and config.dtype != torch.int8:
+            cast(module, config.dtype)
+        if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
+            module.to(device)
+        if config.dtype == torch.int8:
+            quantise(module, config.quantization_setting)
+        if device.type == "cuda" and config.replace_with_kernel_inject:
+            lay_out(module)
 
 
 def _gpu() -> torch.device:
@@ -87,6 +89,20 @@ def _uncompile(module: nn.Module) -> None:
             part.forward, found = original, True
     if found:
         warn("dsi: the module was compiled in place before; the engine takes that back, and compiles the module itself")
+
+
+def _out_of_inference_mode(module: nn.Module) -> None:
+    """Copies take the place of tensors that were made in inference mode: those count no writes, and cannot be cast in place."""
+    copies: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_inference():
+                    continue
+                if id(tensor) not in copies:  # tied weights stay tied
+                    copy = tensor.detach().clone()
+                    copies[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+                tensors[name] = copies[id(tensor)]  # type: ignore[assignment]
 
 
 def _variable(model: object) -> str:

@@ -140,3 +140,17 @@ def test_int8_without_a_quantiser_says_so_before_the_module_is_touched(monkeypat
         init_inference(module, dtype=torch.int8)
     assert module.training
     assert quantised.QuantizationSetting() == (None, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_what_is_made_in_inference_mode_is_like_any_other(dtype):
+    """Weights, or the engine, made there. Tied weights stay tied."""
+    with torch.inference_mode():
+        model = zoo.decoder("llama_tied")
+        assert model.lm_head.weight.is_inference()
+        init_inference(model, dtype=dtype)
+    other = zoo.decoder("llama_tied").to(dtype or torch.float32)
+    tensors = dict(model.state_dict())
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(tensors[name].cpu(), tensor) for name, tensor in other.state_dict().items())
