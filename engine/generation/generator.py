@@ -87,7 +87,7 @@ class Generator:
         # Arguments without a name here, and those that are given twice, are for transformers to look at.
         call = self._kept.call(given) if len(given) == len(args) + len(kwargs) else None
         if call is not None and self._kept.has(call):
-            with self._lock, torch.inference_mode(False), torch.no_grad(), self._ordered():
+            with self._lock, torch.inference_mode(False), torch.no_grad(), loudly, self._ordered():
                 again = self._again(call)
             if again is not None:
                 return again

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from dsi.engine.generation.compiled import loudly
+from dsi.engine.generation.compiled import SHAPES, loudly
 from generating import REFERENCE, eager, left_padded, prompt, small_llama
 
 import dsi
@@ -199,3 +199,17 @@ def test_what_an_engine_asks_of_dynamo_holds_in_every_thread_and_no_longer_than_
         seen.append(torch._dynamo.config.fail_on_recompile_limit_hit)
     assert seen == [True, True, True]
     assert torch._dynamo.config.recompile_limit == before
+
+
+def test_a_call_like_an_earlier_one_compiles_under_the_same_limits(engine):
+    class Asks:
+        def put(self, value):
+            limits.append(torch._dynamo.config.recompile_limit)
+
+        def end(self):
+            pass
+
+    limits = []
+    for _ in range(3):
+        engine.generate(prompt(1, 7), max_new_tokens=3, streamer=Asks())
+    assert len(limits) == 12 and set(limits) == {SHAPES}
