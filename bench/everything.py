@@ -47,7 +47,9 @@ COMPILES = {
     "dsi": 9.0,
     "dsi-reduce-overhead": 6.0,
     "dsi-laid-out": 6.0,
+    "dsi-laid-out-reduce-overhead": 6.0,
     "dsi-int8": 12.0,
+    "dsi-int8-reduce-overhead": 10.0,
     "dsi-max-autotune": 45.0,
     "dsi-max-autotune-no-cudagraphs": 45.0,
 }
@@ -74,20 +76,23 @@ class Row:
 
 
 MAX = "max-autotune-no-cudagraphs"
+OWN = "dsi-reduce-overhead"
+OURS = f"{OWN},dsi-int8-reduce-overhead"
+LAID_OUT = "dsi-laid-out-reduce-overhead"
 LIVE = ("--live", "128")  # tokens of a cache of 512
 SHORT = ("--cache", "64", "--live", "32")
 ROWS = (
-    Row("gpt2", ("decode", "--cases", "gpt2", *LIVE), 25, f"dsi,dsi-laid-out,dsi-laid-out-reduce-overhead,reduce-overhead,{MAX}", 1),
-    Row("8b-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, f"dsi,dsi-int8,{MAX}", 1),
-    Row("8b-1", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, f"dsi,dsi-int8,reduce-overhead,{MAX}", 1),
+    Row("gpt2", ("decode", "--cases", "gpt2", *LIVE), 25, f"{OWN},{LAID_OUT},reduce-overhead,{MAX}", 1),
+    Row("8b-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, f"{OURS},{MAX}", 1),
+    Row("8b-1", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, f"{OURS},reduce-overhead,{MAX}", 1),
     Row("generate-gpt2", ("generate", "--cases", "gpt2"), 90),
-    Row("gpt2-xl", ("decode", "--cases", "gpt2-xl", *LIVE), 65, "dsi,dsi-laid-out,reduce-overhead", 1),
-    Row("1b", ("decode", "--cases", "llama-3.2-1b", *LIVE), 30, f"dsi,reduce-overhead,{MAX}", 1),
-    Row("int8", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, "dsi,dsi-int8,int8-recipe,torchao", 1),
-    Row("8b-4-8", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "4,8", *LIVE), 30, f"dsi,dsi-int8,{MAX}", 2),
+    Row("gpt2-xl", ("decode", "--cases", "gpt2-xl", *LIVE), 65, f"{OWN},{LAID_OUT},reduce-overhead", 1),
+    Row("1b", ("decode", "--cases", "llama-3.2-1b", *LIVE), 30, f"{OWN},reduce-overhead,{MAX}", 1),
+    Row("int8", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, f"{OURS},int8-recipe,torchao", 1),
+    Row("8b-4-8", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "4,8", *LIVE), 30, f"{OURS},{MAX}", 2),
     Row("generate-8b", ("generate", "--cases", "llama-3-8b", "--sides", "static,dsi"), 130),
     Row("generate-smollm2", ("generate", "--cases", "smollm2-135m", "--sides", "static,dsi"), 110),
-    Row("bert-large", ("decode", "--cases", "bert-large"), 35, f"dsi,eager,reduce-overhead,{MAX}", 1),
+    Row("bert-large", ("decode", "--cases", "bert-large"), 35, f"{OWN},eager,reduce-overhead,{MAX}", 1),
     Row("prefill-512", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "512"), 25, f"dsi,{MAX}", 1),
     Row("prefill-2048", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "2048"), 25, f"dsi,{MAX}", 1),
     Row(
@@ -100,17 +105,21 @@ ROWS = (
     Row("regions-1600", ("regions", "--widths", "1600"), 20, "dsi,dsi-reduce-overhead,eager,reduce-overhead", 1),
     Row("regions", ("regions", "--widths", "4256,12288"), 40, "dsi,dsi-reduce-overhead,eager,reduce-overhead", 1),
     Row("memory", ("memory", "--cases", "llama-3-8b"), 75),
-    Row("int8-rows", ("decode", "--cases", "llama-3-8b", "--layers", "4", *SHORT, "--batches", "2,32,64,128,512"), 35, "dsi,dsi-int8", 5),
+    Row("int8-rows", ("decode", "--cases", "llama-3-8b", "--layers", "4", *SHORT, "--batches", "2,32,64,128,512"), 35, OURS, 5),
     Row("compile", ("compile", "--sides", "dsi"), 75),
-    Row("7b", ("decode", "--cases", "llama-7b", "--layers", "4", *LIVE), 25, f"dsi,{MAX}", 1),
-    Row("gpt2-xl-12", ("decode", "--cases", "gpt2-xl", "--layers", "12", *LIVE), 25, f"dsi,dsi-laid-out,reduce-overhead,{MAX}", 1),
-    Row("8b-full", ("decode", "--cases", "llama-3-8b", "--layers", "32", *LIVE), 60, "dsi,dsi-int8,reduce-overhead", 1),
+    Row("7b", ("decode", "--cases", "llama-7b", "--layers", "4", *LIVE), 25, f"{OWN},{MAX}", 1),
+    Row(
+        "gpt2-xl-12",
+        ("decode", "--cases", "gpt2-xl", "--layers", "12", *LIVE),
+        25,
+        f"{OWN},{LAID_OUT},reduce-overhead,{MAX}",
+        1,
+    ),
+    Row("8b-full", ("decode", "--cases", "llama-3-8b", "--layers", "32", *LIVE), 60, f"{OURS},reduce-overhead", 1),
     Row("repeat", ("repeat",), 100),
     Row("sanitize", ("sanitize",), 150),
     Row("attention", ("attention",), 60, "dsi,eager", 0),
-    Row(
-        "int8-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, "int8-recipe,torchao,dsi,dsi-int8", 1
-    ),
+    Row("int8-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, f"{OURS},int8-recipe,torchao", 1),
     Row("deepspeed-768", ("deepspeed", "--width", "768"), 150),
     Row("deepspeed-1600", ("deepspeed", "--width", "1600"), 60),
     Row("deepspeed-4096", ("deepspeed", "--width", "4096"), 60),

@@ -77,7 +77,8 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def norm_qkv_rope(x: Tensor, g: Tensor, c: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     y, size = F.rms_norm(x, (x.shape[-1],), g, EPS), c.shape[-1]
     queries, keys, values = (_heads(F.linear(y, w), size) for w in (q, k, v))
-    return _rope(queries, c, s), _rope(keys, c, s), values * SCALE
+    # As they lie in a cache: [batch, heads, rows, size].
+    return _rope(queries, c, s).contiguous(), _rope(keys, c, s).contiguous(), values * SCALE
 
 
 def _split_in_heads(y: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
