@@ -126,7 +126,13 @@ class Generator:
         self._check(request.fed, request.total)
         if call.streamer is not None:
             call.streamer.put(ids)
-        made = self.loop.run(request, looked)
+        try:
+            made = self.loop.run(request, looked)
+        except torch._dynamo.exc.Unsupported:
+            if self.loop.taken or call.streamer is not None:
+                raise
+            self._kept.forget()  # the model is more than one graph by now: `_sample` says so
+            return None
         self.why_not_ours = ""
         return self._ended(request, made, call.ids.device)
 

@@ -213,3 +213,19 @@ def test_a_call_like_an_earlier_one_compiles_under_the_same_limits(engine):
     for _ in range(3):
         engine.generate(prompt(1, 7), max_new_tokens=3, streamer=Asks())
     assert len(limits) == 12 and set(limits) == {SHAPES}
+
+
+def test_a_model_that_becomes_more_than_one_graph_goes_on_in_transformers_loop():
+    engine = engine_of(small_llama())
+    for _ in range(2):
+        same_as_eager(engine, prompt(1, 7), 3)
+    part = engine.module.model.layers[0].mlp
+    before = part.forward
+
+    def forward(x):
+        torch._dynamo.graph_break()
+        return 1.5 * before(x)
+
+    part.forward = forward
+    same_as_eager(engine, prompt(1, 7), 3)
+    assert "more than one graph" in engine.generator.why_not_ours
