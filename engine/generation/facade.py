@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from transformers.generation.utils import GenerationMixin
 
 from .compiled import compiled
 from .decoder import NotOurs
+from .merged import Merged
 
 Sample = Callable[..., Any]  # what `_sample` takes, without self; raises NotOurs
 Check = Callable[[int, Any], None]  # (tokens of the prompt, GenerationConfig as prepared); raises ValueError
@@ -33,8 +36,9 @@ class Facade:
             self.called += 1
             return run(*args, **kwargs)
 
+        forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]  # looked at several times a call
         self.forward = forward
-        self._kind = _stand_in_class(type(model), sample, check, self._encoder)
+        self._kind = _stand_in_class(type(model), sample, check, self._encoder, Merged())
         self._encoders: dict[int, tuple[nn.Module, Any]] = {}
 
     def stand_in(self) -> Any:
@@ -65,7 +69,7 @@ def _stand_in(module: Any, kind: type, forward: Callable[..., Any]) -> Any:
     return made
 
 
-def _stand_in_class(base: type, sample: Sample, check: Check, compiled_encoder: Callable[[Any], Any]) -> type:
+def _stand_in_class(base: type, sample: Sample, check: Check, compiled_encoder: Callable[[Any], Any], merged: Merged) -> type:
     """A class with the name of `base`, which transformers looks at, too."""
 
     def _sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +89,12 @@ def _stand_in_class(base: type, sample: Sample, check: Check, compiled_encoder: 
         encoder = base.get_encoder(self, *args, **kwargs)  # type: ignore[attr-defined]
         return compiled_encoder(encoder) if isinstance(encoder, nn.Module) and encoder is not self else encoder
 
-    own = [_sample, _validate_generated_length, _valid_auto_compile_criteria, get_encoder]
+    def _prepare_generation_config(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        prepare = base._prepare_generation_config  # type: ignore[attr-defined]
+        if args or prepare is not GenerationMixin._prepare_generation_config:
+            return prepare(self, generation_config, *args, **kwargs)
+        return merged.merge(self, functools.partial(prepare, self), generation_config, kwargs)
+
+    own = [_prepare_generation_config, _sample, _validate_generated_length, _valid_auto_compile_criteria, get_encoder]
     members = {function.__name__: function for function in own if hasattr(base, function.__name__)}
     return type(base.__name__, (base,), {**members, "__module__": base.__module__, "__qualname__": base.__qualname__})

@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation.utils import GenerationMixin
 
+from .frozen import frozen
 from .hooks import HOOK
 from .prompts import TEXT
 from .request import Request
@@ -74,8 +74,8 @@ class Kept:
             return None
         streamer = given.get("streamer")
         try:
-            settings = [(name, _frozen(value)) for name, value in given.items() if name not in (named[0], "attention_mask", "streamer")]
-            configs: Hashable = _frozen(model.config), _frozen(model.generation_config)
+            settings = [(name, frozen(value)) for name, value in given.items() if name not in (named[0], "attention_mask", "streamer")]
+            configs: Hashable = frozen(model.config), frozen(model.generation_config)
         except TypeError:
             return None
         if len(self._configs) > CALLS:
@@ -129,29 +129,6 @@ class Kept:
 def _prepares_plainly(kind: type) -> bool:
     """Whether a model's class prepares a generation as transformers does in general. What it prepares for a step is looked at elsewhere."""
     return all(inspect.getattr_static(kind, name, None) is vars(GenerationMixin)[name] for name in _MEMBERS if name != HOOK)
-
-
-def _frozen(value: Any) -> Hashable:
-    """The contents of a setting, to be compared. Raises TypeError for anything but plain values, in containers or configurations."""
-    kind = type(value)
-    if value is None or kind is str or kind is int:
-        return value
-    if kind in _PLAIN:
-        return kind, value  # True and 1.0 are no 1
-    if kind is list or kind is tuple:
-        return kind, *map(_frozen, value)
-    if kind is dict:
-        return kind, *_items(value.items())
-    if isinstance(value, (PreTrainedConfig, GenerationConfig)):
-        return kind, *_items(vars(value).items())
-    raise TypeError(f"a {kind.__name__} is no plain setting")
-
-
-_PLAIN = frozenset({bool, float, torch.dtype, torch.device})
-
-
-def _items(items: Iterable[tuple[Any, Any]]) -> list[Hashable]:
-    return [(name, value if value is None else _frozen(value)) for name, value in items]
 
 
 def _distributed() -> bool:

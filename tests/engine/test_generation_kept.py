@@ -6,6 +6,7 @@ import pytest
 import torch
 from dsi.engine.generation import Generator
 from dsi.engine.generation.kept import Kept
+from dsi.engine.generation.merged import Merged
 from generating import REFERENCE, VOCABULARY, eager, prompt, small_llama
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
@@ -156,6 +157,42 @@ def test_a_configuration_that_was_written_to(generator):
     for tokens in (4, 4, 6):
         config.max_new_tokens = tokens
         assert generator.generate(ids, config).shape[1] == 7 + tokens
+
+
+MERGED = {
+    "nothing": (None, {}),
+    "arguments": (None, dict(HOW, do_sample=True, top_k=3, eos_token_id=[2, 9])),
+    "a configuration": (GenerationConfig(max_new_tokens=3, eos_token_id=[2, 9], stop_strings=["a"]), {}),
+    "both": (GenerationConfig(max_new_tokens=3), dict(HOW)),
+    "what is handed on": (None, dict(HOW, attention_mask=torch.ones(1, 2), mine=3, cache=None, output_attentions=True)),
+    "a tensor that is taken": (None, dict(eos_token_id=torch.tensor([2]))),
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_merged_configurations_are_transformers_own(generator, case):
+    model, merged = generator.model, Merged()
+    config, settings = MERGED[case]
+    calls = []
+
+    def merge(*args, **kwargs):
+        calls.append(1)
+        return model._prepare_generation_config(*args, **kwargs)
+
+    for _ in range(3):
+        given = {name: [*value] if isinstance(value, list) else value for name, value in settings.items()}
+        expected, rest = model._prepare_generation_config(config, **given)
+        made, others = merged.merge(model, merge, config, given)
+        assert type(made) is type(expected) and list(others) == list(rest)
+        assert all(others[name] is rest[name] for name in rest)
+        tensors = [name for name, value in vars(expected).items() if isinstance(value, torch.Tensor)]
+        assert {n: v for n, v in vars(made).items() if n not in tensors} == {n: v for n, v in vars(expected).items() if n not in tensors}
+        made.max_length, made._eos_token_tensor = 3, torch.tensor([1])  # as transformers goes on to do
+        if isinstance(made.eos_token_id, list):
+            made.eos_token_id.append(77)
+    assert len(calls) == (3 if case == "a tensor that is taken" else 1)
+    model.generation_config.top_k = 7
+    assert merged.merge(model, merge, config, given)[0].top_k == given.get("top_k", 7)
 
 
 def test_what_is_wrong_with_tokens_is_still_said(generator):
