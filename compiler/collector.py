@@ -19,8 +19,9 @@ def no_collections() -> Iterator[None]:
     """Within: Python's collector of cyclic garbage is off, in the whole process. Afterwards it is as it was before, errors or not.
 
     A graph of a large model makes hundreds of thousands of objects that stay, which has the collector look at all objects of torch and of
-    the model again and again. What is alive at the end counts as old from then on: else a full collection would follow at once, and take
-    the time that was saved. Blocks may be nested, and be run by several threads: the last to end turns the collector on.
+    the model again and again. What is alive at the end counts as old from then on: else a full collection, or Dynamo's own of what is
+    young, would follow at once and take the time that was saved. Blocks may be nested, and be run by several threads: the last to end
+    turns the collector on.
     """
     global _within, _was_on
     with _changing:
@@ -33,8 +34,8 @@ def no_collections() -> Iterator[None]:
     finally:
         with _changing:
             _within -= 1
-            if not _within and _was_on:
-                if gc.get_freeze_count() < FROZEN:  # what the program has frozen stays so
-                    gc.freeze()
-                    gc.unfreeze()
+            if _was_on and gc.get_freeze_count() < FROZEN:  # what the program has frozen stays so
+                gc.freeze()
+                gc.unfreeze()
+            if _was_on and not _within:
                 gc.enable()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from dsi.compiler import backend
 from dsi.compiler.collector import FROZEN, no_collections
+from dsi.engine.generation.progress import compiling
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +44,12 @@ def test_nothing_is_collected_within():
 
 def test_what_is_made_within_is_old_afterwards():
     with no_collections():
-        made = [[number] for number in range(5000)]
+        with no_collections():
+            made = [[number] for number in range(5000)]
+        assert gc.get_count()[0] < 1000, "Dynamo, around the inner block, would look at all of it"
+        more = [[number] for number in range(5000)]
     assert gc.get_count()[0] < 1000, "the next allocation would begin with a collection of everything"
-    assert any(item is made for item in gc.get_objects(generation=2))
+    assert sum(item is made or item is more for item in gc.get_objects(generation=2)) == 2
 
 
 def test_a_collector_that_is_off_stays_off():
@@ -107,3 +111,10 @@ def test_a_compilation_collects_nothing(monkeypatch):
     monkeypatch.setattr(backend, "compile_graph", noting)
     torch.compile(torch.nn.Linear(3, 4), backend=look, options={"executor": "reference"})(torch.randn(2, 3))
     assert states == [False]
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_an_engines_first_call_collects_nothing_in_dynamos_part_either(new):
+    with compiling("forward", new):
+        assert gc.isenabled() is not new
+    assert gc.isenabled()
