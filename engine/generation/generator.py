@@ -22,7 +22,7 @@ from .facade import Facade
 from .kept import Call, Kept
 from .loop import Loop, Made
 from .progress import compiling
-from .prompts import check_cache, check_ids, check_padding, check_prompt, prompt_length, total_length
+from .prompts import check_cache, check_ids, check_padding, check_prompt, check_room, prompt_length, total_length
 from .request import Request, request_of
 from .steps import Steps, recorder_for
 
@@ -87,7 +87,7 @@ class Generator:
         # Arguments without a name here, and those that are given twice, are for transformers to look at.
         call = self._kept.call(given) if len(given) == len(args) + len(kwargs) else None
         if call is not None and self._kept.has(call):
-            with self._lock, torch.inference_mode(False), torch.no_grad(), loudly, self._ordered():
+            with self._lock, torch.inference_mode(False), torch.no_grad(), self._ordered():
                 again = self._again(call)
             if again is not None:
                 return again
@@ -95,7 +95,9 @@ class Generator:
         check_cache(given, None)
         prompt = prompt_length(self.model, given)
         if prompt is not None:
-            self._check(prompt, total_length(self.model, given, prompt))
+            total = total_length(self.model, given, prompt)
+            self._check(prompt, total)
+            check_room(given, prompt, total)
         with self._lock, torch.inference_mode(False), torch.no_grad(), loudly, self._ordered():
             self._prepared = None
             self.why_not_ours = "the way to generate is none of the loop's"

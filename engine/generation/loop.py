@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from .buckets import cache_bucket, prompt_bucket
 from .cache import KeyValueStore, take_over
-from .compiled import compiled
+from .compiled import compiled, loudly
 from .decoder import Decoder
 from .feed import Feed
 from .gpu_state import GpuState
@@ -182,7 +183,15 @@ class Loop:
         bucket = feed.bucket
         self.store.written = state.slots if self.decoder.rolls else max(self.store.written, request.held + bucket, request.total)
 
+        stack = contextlib.ExitStack()
+
+        @functools.cache
+        def loud() -> None:
+            """Once, before the first step that may compile something: launching a record does not."""
+            stack.enter_context(loudly)
+
         def prompt() -> None:
+            loud()
             if bucket == 1:
                 logits = self._step(feed.ids, feed.positions, mask, cache, feed.length)
             else:
@@ -190,6 +199,7 @@ class Loop:
             state.follow(recipe, logits[:, -1], feed.length)
 
         def step() -> None:
+            loud()
             logits = self._step(state.token, state.position, mask, cache, state.one)
             state.follow(recipe, logits[:, -1], state.one)
 
@@ -197,7 +207,7 @@ class Loop:
         self.last_step = ("step", *kind)
         looks = _Looks(self, state, request)
         launch: Callable[[], None] | None = None
-        with contextlib.ExitStack() as stack:
+        with stack:
             for number in range(request.limit):
                 if number == (bucket > 1):
                     stack.enter_context(self.decoder.decoding())

@@ -11,6 +11,7 @@ from typing import Any
 from dsi.runtime import packs
 from torch import Tensor, nn
 
+_attributes = operator.attrgetter("__dict__")
 _parts = operator.attrgetter("_parameters", "_buffers", "_modules")
 _hooks = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
 _address = Tensor.data_ptr
@@ -32,7 +33,7 @@ class Watch:
 
     def look(self) -> int:
         """A number that is another one than at the last look where, since then, a weight has come to lie elsewhere or was written to, or a
-        module is another or has other hooks: what was recorded reads the old one, or an int8 form of it."""
+        module is another or has other hooks or another forward: what was recorded reads the old one, or an int8 form of it."""
         if not self._as_it_was():
             self._take()
             self._seen += 1
@@ -61,10 +62,11 @@ class Watch:
 
 
 def _tables(modules: Iterable[Any]) -> tuple[list[Any], list[int]]:
-    """Everything that `modules` hold, in order, and how many entries each of their tables has."""
+    """Everything that `modules` hold, in order, forwards of their own included, and how many entries each of their tables has."""
     tables = list(itertools.chain.from_iterable(map(_parts, modules)))
-    # Most are empty: a view of each would have the collector run.
-    return list(itertools.chain.from_iterable(map(dict.values, filter(None, tables)))), list(map(len, tables))
+    held = list(itertools.chain.from_iterable(map(dict.values, filter(None, tables))))  # most are empty
+    forwards = [attributes.get("forward") for attributes in map(_attributes, modules)]
+    return held + forwards, [*map(len, tables), *map(operator.is_not, forwards, itertools.repeat(None))]
 
 
 def _state(modules: Sequence[Any], sizes: list[int], tensors: Sequence[Tensor], versioned: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -74,7 +76,16 @@ def _state(modules: Sequence[Any], sizes: list[int], tensors: Sequence[Tensor], 
 
 def _weakly(parts: Iterable[Any]) -> list[Callable[[], Any]]:
     """For each part what returns it while it is alive, and None afterwards."""
-    return [type(None) if part is None else weakref.ref(part) for part in parts]
+    return list(map(_reference, parts))
+
+
+def _reference(part: Any) -> Callable[[], Any]:
+    if part is None:
+        return type(None)
+    try:
+        return weakref.ref(part)
+    except TypeError:  # of some callables there are no weak references
+        return lambda: part
 
 
 def _alive(parts: list[Callable[[], Any]]) -> list[Any]:

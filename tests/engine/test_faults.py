@@ -201,18 +201,22 @@ def test_what_an_engine_asks_of_dynamo_holds_in_every_thread_and_no_longer_than_
     assert torch._dynamo.config.recompile_limit == before
 
 
-def test_a_call_like_an_earlier_one_compiles_under_the_same_limits(engine):
-    class Asks:
-        def put(self, value):
+def test_a_call_like_an_earlier_one_compiles_under_the_same_limits(engine, monkeypatch):
+    limits, loop = [], engine.generator._ready()
+
+    def watched(run):
+        def call(*arguments):
             limits.append(torch._dynamo.config.recompile_limit)
+            return run(*arguments)
 
-        def end(self):
-            pass
+        return call
 
-    limits = []
+    for name in ("_prompt", "_step"):
+        monkeypatch.setattr(loop, name, watched(getattr(loop, name)))
+    before = torch._dynamo.config.recompile_limit
     for _ in range(3):
-        engine.generate(prompt(1, 7), max_new_tokens=3, streamer=Asks())
-    assert len(limits) == 12 and set(limits) == {SHAPES}
+        engine.generate(prompt(1, 7), max_new_tokens=3)
+    assert len(limits) == 9 and set(limits) == {SHAPES} and torch._dynamo.config.recompile_limit == before
 
 
 def test_a_model_that_becomes_more_than_one_graph_goes_on_in_transformers_loop():

@@ -67,6 +67,8 @@ CHANGES = {
     "one more buffer": lambda model: model.one.register_buffer("more", torch.zeros(1)),
     "a hook": lambda model: model.one.register_forward_hook(lambda *_: None),
     "a hook before": lambda model: model.one.register_forward_pre_hook(lambda *_: None),
+    "a forward of its own": lambda model: setattr(model.one, "forward", lambda x: x),
+    "one that is no function": lambda model: setattr(model.one, "forward", torch.relu),
     "said by refresh": dsi.refresh,
 }
 
@@ -90,6 +92,18 @@ def test_a_hook_that_went_elsewhere():
     model.other._forward_hooks.update(model.one._forward_hooks)
     hook.remove()
     assert watch.look() != before
+
+
+def test_another_forward_of_its_own():
+    """Each may lie where the last one lay."""
+    model = Two()
+    watch, seen = Watch(model), set()
+    for _ in range(8):
+        model.one.forward = lambda x: x
+        seen.add(watch.look())
+        del model.one.forward
+    assert len(seen) == 8
+    assert watch.look() not in seen, "none is another one, too"
 
 
 def test_what_was_replaced_is_not_kept_alive():
