@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import GenerationMixin
 
 TEXT = ("inputs", "input_ids")
@@ -69,6 +70,19 @@ def check_cache(given: Mapping[str, Any], implementation: str | None) -> None:
             f"dsi: {what} moves keys and values between devices while the model runs, which a compiled forward cannot do: leave it out "
             "(the engine's cache stays on the device), or call engine.module.generate, which is transformers' own"
         )
+
+
+def check_room(given: Mapping[str, Any], prompt: int, total: int) -> None:
+    """Raise ValueError for a caller's cache of fixed size that has no room for all but the newest of `total` tokens: a kernel does not
+    look where a cache ends."""
+    for name in CACHES:
+        cache = getattr(given.get(name), "self_attention_cache", given.get(name))
+        sizes = [layer.max_cache_len for layer in getattr(cache, "layers", ()) if type(layer) is StaticLayer]
+        if sizes and min(sizes) < total - 1:
+            raise ValueError(
+                f"dsi: a prompt of {prompt} tokens and {total - prompt} new ones are {total} tokens, and the cache that is given has "
+                f"room for {min(sizes)}: make it larger (max_cache_len), ask for fewer, or leave it out (the engine has one of its own)"
+            )
 
 
 def prompt_length(model: Any, given: Mapping[str, Any]) -> int | None:

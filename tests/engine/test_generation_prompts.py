@@ -7,7 +7,7 @@ import torch
 import transformers
 from dsi.engine.generation.prompts import check_prompt
 from generating import REFERENCE, VOCABULARY, eager, prompt, small_llama
-from transformers import BatchEncoding, DynamicCache
+from transformers import BatchEncoding, DynamicCache, StaticCache
 
 import dsi
 
@@ -106,6 +106,13 @@ class TestSaidBeforeAnythingRuns:
     def test_caches_that_move(self, engine):
         with pytest.raises(ValueError, match="cache_implementation = 'offloaded' moves keys and values"):
             engine.generate(prompt(1, 7), cache_implementation="offloaded", **HOW)
+
+    def test_a_cache_of_fixed_size_that_is_too_small(self, silent):
+        given = {_cache_name(silent): StaticCache(config=silent.config, max_cache_len=9)}
+        with pytest.raises(ValueError, match="7 tokens and 4 new ones are 11 tokens, and the cache that is given has room for 9"):
+            silent.generate(prompt(1, 7), max_new_tokens=4, **given)
+        with pytest.raises(pytest.fail.Exception, match="prepared"):  # the newest token needs no room
+            silent.generate(prompt(1, 7), max_new_tokens=3, **given)
 
     def test_a_cache_that_does_not_fit(self, engine):
         cache = DynamicCache(config=engine.config)
