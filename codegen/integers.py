@@ -1,7 +1,8 @@
 """Index arithmetic: sympy integers brought into one form, simplified under known ranges, and printed as Triton source.
 
-Every index is a non-negative integer, so floor division and modulo need no care about signs. Coordinates arrive as sympy's `floor` and
-`Mod` or as torch's `FloorDiv` and friends; here both become `Quotient` and `Remainder`.
+Every coordinate is a non-negative integer, so floor division and modulo need no care about signs. Sizes are computed by the model, which
+may divide a difference of them; that is brought up first, since Triton divides as C does. Coordinates arrive as sympy's `floor` and `Mod`
+or as torch's `FloorDiv` and friends; here both become `Quotient` and `Remainder`.
 """
 
 from __future__ import annotations
@@ -199,8 +200,26 @@ def _whole(sides: Sequence[sympy.Basic]) -> list[sympy.Basic]:
     return [sympy.expand(left * under), sympy.expand(right * below)]
 
 
+def _raised(x: sympy.Expr, n: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """(y, k) with x = y - n * k and y >= 0, for a sum of sizes that may be negative, such as the -s in -s % 4, by which s reaches a
+    multiple of 4; (x, 0) for what is known not to be, and for coordinates."""
+    if x.is_nonnegative or not x.free_symbols or not all(_is_size(symbol) for symbol in x.free_symbols):
+        return x, sympy.Integer(0)
+    x = sympy.expand(x)
+    below = [-term for term in sympy.Add.make_args(x) if term.could_extract_minus_sign()]
+    # y - y % n is not negative.
+    below = [term for term in below if not (isinstance(term, Remainder) and x.coeff(term.args[0]).is_positive)]
+    return sympy.expand(x + n * sympy.Add(*below)), sympy.Add(*below)
+
+
+def _is_size(symbol: sympy.Symbol) -> bool:
+    """Whether a symbol is a size of torch's, which are positive or of unknown sign: coordinates may be 0."""
+    return bool(symbol.is_positive) or not symbol.is_nonnegative
+
+
 def _quotient(x: sympy.Expr, n: sympy.Expr, limits: Limits) -> sympy.Expr:
-    result = Quotient(x, n)
+    x, below = _raised(x, n)
+    result = Quotient(x, n) - below
     for part in result.atoms(Quotient):
         if within(part.args[0], part.args[1], limits):
             result = result.xreplace({part: sympy.Integer(0)})
@@ -212,7 +231,7 @@ def _remainder(x: sympy.Expr, n: sympy.Expr, limits: Limits) -> sympy.Expr:
         # y - y % n is a multiple of n.
         if rest.args[1] == n and x.coeff(rest) == -1 and x.coeff(rest.args[0]) == 1:
             x = x - rest.args[0] + rest
-    result = Remainder(x, n)
+    result = Remainder(_raised(x, n)[0], n)
     if isinstance(result, Remainder) and within(result.args[0], result.args[1], limits):
         return result.args[0]
     return result

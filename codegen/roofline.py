@@ -113,14 +113,15 @@ def assumed_rows(plan: t.Plan, choice: Choice) -> int:
 
 
 def assumptions(plan: t.Plan, choice: Choice) -> dict[sympy.Symbol, int]:
-    """What the model takes size symbols to be: the last factor of the row count makes it `assumed_rows`, the others are 1."""
+    """What the model takes size symbols to be: the last factor of the row count makes it `assumed_rows`, the others are 1, or as large as
+    a division by them needs (windows of an image: by H // 2)."""
     rows = rows_of(plan)
     found: dict[sympy.Symbol, int] = {}
     if not rows.is_Integer:
-        *others, last = sorted(rows.free_symbols, key=str)
-        found = dict.fromkeys(others, 1)
-        each = max(int(normalise(rows.xreplace({**dict.fromkeys(others, sympy.Integer(1)), last: sympy.Integer(1)}))), 1)
-        found[last] = max(assumed_rows(plan, choice) // each, 1)
+        symbols = sorted(rows.free_symbols, key=str)
+        each, least = _at_least(rows, dict.fromkeys(symbols, 1))
+        found = dict.fromkeys(symbols, least)
+        found[symbols[-1]] = max(assumed_rows(plan, choice) * least // max(int(each), 1), least)
     if isinstance(plan, t.AttentionPlan):
         for symbol in sympy.sympify(plan.batch).free_symbols:
             found.setdefault(symbol, TYPICAL_BATCH)
@@ -132,4 +133,16 @@ def assumptions(plan: t.Plan, choice: Choice) -> dict[sympy.Symbol, int]:
 def evaluate(formula: sympy.Expr | int, assumed: dict[sympy.Symbol, int]) -> float:
     """A formula over sizes as a number; symbols that nothing is assumed of are `TYPICAL`."""
     formula = sympy.sympify(formula)
-    return float(normalise(formula.xreplace({s: sympy.Integer(assumed.get(s, TYPICAL)) for s in formula.free_symbols})))
+    return float(_at_least(formula, {s: assumed.get(s, TYPICAL) for s in formula.free_symbols})[0])
+
+
+def _at_least(formula: sympy.Expr, sizes: dict[sympy.Symbol, int]) -> tuple[sympy.Expr, int]:
+    """The formula at these sizes, each raised to the least power of two at which nothing is divided by 0; and that power."""
+    least = 1
+    while True:
+        try:
+            return normalise(formula.xreplace({s: sympy.Integer(max(size, least)) for s, size in sizes.items()})), least
+        except ZeroDivisionError:
+            if least > TYPICAL:
+                raise
+            least *= 2

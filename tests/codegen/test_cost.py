@@ -15,6 +15,7 @@ from dsi.codegen.linear_choices import SCRATCH
 from dsi.codegen.linear_cost import linear_work, shared_bytes
 from dsi.codegen.roofline import assumptions
 from torch import nn
+from torch.utils._sympy.functions import FloorDiv
 
 import dsi
 
@@ -226,6 +227,15 @@ def test_symbolic_sizes_are_assumed_and_said():
     s0, s1, s2 = plans.S0, plans.S1, plans.S2
     assert cost.assumptions(spec.plan, Choice("attention", 1, 16, 64)) == {s0: 4, s1: 1, s2: 512}
     assert cost.evaluate(s0 * s1 + sympy.Integer(1), {s0: 3, s1: 2}) == 7
+
+
+def test_sizes_that_a_size_divides_are_assumed_large_enough():
+    height, width = (sympy.Symbol(name, integer=True, positive=True) for name in ("s27", "s77"))
+    windows = FloorDiv(width, 2) * FloorDiv(height, 2)
+    rows = FloorDiv(64 * windows, FloorDiv(height, 4))  # at 1 the divisor is 0
+    assumed = cost.assumptions(SimpleNamespace(rows=rows), Choice("row", 1, 16, 64))
+    assert assumed[height] == 4 and cost.evaluate(rows, assumed) > 0
+    assert cost.evaluate(rows, {height: 1, width: 8}) == 64 * 4 * 2
 
 
 def test_devices_are_found_by_their_cuda_names():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import sympy
 import torch.utils._sympy.functions as torch_functions
@@ -112,3 +114,40 @@ def test_a_symbolic_bound_is_used():
 def test_an_unknown_function_is_named():
     with pytest.raises(NotImplementedError, match="gcd"):
         write(sympy.Function("gcd")(R, C), str)
+
+
+# ------------------------------------------------------------------------------------------------- sizes, which may be subtracted
+
+S, T = (sympy.Symbol(name, integer=True, positive=True) for name in ("s12", "s75"))  # as torch makes them
+
+
+def of_sizes(depth: int = 2) -> st.SearchStrategy[sympy.Expr]:
+    leaves = st.sampled_from([S, T, -S, S - 3, S - T, 2 * T + 1])
+    if depth == 0:
+        return leaves
+    inner = of_sizes(depth - 1)
+    return st.one_of(
+        leaves,
+        st.tuples(inner, inner).map(lambda p: p[0] - p[1]),
+        st.tuples(inner, st.sampled_from([2, 3, 4, T])).map(lambda p: torch_functions.FloorDiv(*p)),
+        st.tuples(inner, st.sampled_from([2, 3, 4, T])).map(lambda p: torch_functions.PythonMod(*p)),
+        st.tuples(inner, st.integers(-3, 3)).map(lambda p: p[0] * p[1]),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(of_sizes(), st.integers(1, 13), st.integers(1, 13))
+def test_differences_of_sizes_are_divided_as_in_python(expr, s, t):
+    def in_c(part: sympy.Basic) -> int:
+        """A quotient or remainder as Triton computes it: rounded towards 0."""
+        x, n = (at(number, {}) if not isinstance(number, int) else number for number in map(value, part.args))
+        return int(math.copysign(abs(x) // n, x)) if isinstance(part, Quotient) else int(math.fmod(x, n))
+
+    def value(part: sympy.Basic) -> sympy.Integer:
+        if part.is_Symbol:
+            return sympy.Integer({S: s, T: t}[part])
+        if isinstance(part, (Quotient, Remainder)):
+            return sympy.Integer(in_c(part))
+        return part.func(*map(value, part.args)) if part.args else part
+
+    assert int(value(normalise(expr))) == at(expr, {S: s, T: t})
