@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -136,6 +137,7 @@ def _is_plain_function(node: fx.Node) -> bool:
     return any(getattr(home, name, None) is target for home in _HOMES)
 
 
+@functools.cache
 def _changes_shape_in_place(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):  # `torch.ops.aten` also has the attributes of any object

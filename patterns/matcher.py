@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,10 @@ from .arguments import Arguments, canonical_literal
 from .pattern import Call, Either, Value, Var
 from .rule import Compiled
 from .vocabulary import Target, parameters
+
+# Of a value that can be read in one way without binding anything, and of one that cannot be.
+_ONCE: tuple[None, ...] = (None,)
+_NEVER: tuple[None, ...] = ()
 
 
 @dataclass
@@ -77,36 +81,35 @@ class Matcher:
 
     # ------------------------------------------------------------------------------------------------------------ one value
 
-    def _match(self, pattern: Any, actual: Any, state: State) -> Iterator[None]:
+    def _match(self, pattern: Any, actual: Any, state: State) -> Iterable[None]:
         if isinstance(pattern, Value):
             matches = self._value(pattern, actual, state)
-            if pattern.label:
-                matches = self._labelled(pattern.label, actual, state, matches)
-            yield from matches
-        elif isinstance(pattern, (list, tuple)):
+            return self._labelled(pattern.label, actual, state, matches) if pattern.label else matches
+        if isinstance(pattern, (list, tuple)):
             if isinstance(actual, (list, tuple)) and len(actual) == len(pattern):
-                yield from self._sequence(list(zip(pattern, actual, strict=True)), state)
-            else:
-                self._fail(state, lambda: f"a list of {len(pattern)} was expected, {_show(actual)} found")
-        elif equal_literals(pattern, actual):
-            yield
-        else:
-            self._fail(state, lambda: f"the constant {pattern!r} was expected, {_show(actual)} found")
+                return self._sequence(list(zip(pattern, actual, strict=True)), state)
+            self._fail(state, lambda: f"a list of {len(pattern)} was expected, {_show(actual)} found")
+            return _NEVER
+        if equal_literals(pattern, actual):
+            return _ONCE
+        self._fail(state, lambda: f"the constant {pattern!r} was expected, {_show(actual)} found")
+        return _NEVER
 
-    def _labelled(self, label: str, actual: Any, state: State, matches: Iterator[None]) -> Iterator[None]:
+    def _labelled(self, label: str, actual: Any, state: State, matches: Iterable[None]) -> Iterator[None]:
         for _ in matches:
             before = state.labels.get(label)
             state.labels[label] = actual
             yield
             state.labels[label] = before
 
-    def _value(self, pattern: Value, actual: Any, state: State) -> Iterator[None]:
+    def _value(self, pattern: Value, actual: Any, state: State) -> Iterable[None]:
         if isinstance(pattern, Var):
-            yield from self._variable(pattern.name, actual, state)
-        elif isinstance(pattern, Either):
-            yield from self._either(pattern, actual, state)
-        elif isinstance(pattern, Call):
-            yield from self._call(pattern, actual, state)
+            return self._variable(pattern.name, actual, state)
+        if isinstance(pattern, Either):
+            return self._either(pattern, actual, state)
+        if isinstance(pattern, Call):
+            return self._call(pattern, actual, state)
+        return _NEVER
 
     def _variable(self, name: str, actual: Any, state: State) -> Iterator[None]:
         if name not in state.env:
@@ -133,16 +136,18 @@ class Matcher:
             else:
                 state.tags[pattern.tag] = known
 
-    def _call(self, pattern: Call, actual: Any, state: State) -> Iterator[None]:
+    def _call(self, pattern: Call, actual: Any, state: State) -> Iterable[None]:
         if id(pattern) in state.calls:
             if state.calls[id(pattern)] is actual:
-                yield
-            else:
-                self._fail(state, lambda: f"{pattern.op.name} is {_show(state.calls[id(pattern)])} elsewhere and {_show(actual)} here")
-            return
+                return _ONCE
+            self._fail(state, lambda: f"{pattern.op.name} is {_show(state.calls[id(pattern)])} elsewhere and {_show(actual)} here")
+            return _NEVER
         if not isinstance(actual, fx.Node) or actual.op != "call_function" or actual.target not in pattern.op.overloads:
             self._fail(state, lambda: f"{pattern.op.name} was expected, {_show(actual)} found", actual)
-            return
+            return _NEVER
+        return self._arguments(pattern, actual, state)
+
+    def _arguments(self, pattern: Call, actual: fx.Node, state: State) -> Iterator[None]:
         state.calls[id(pattern)] = actual
         state.nodes.append(actual)
         for pairs in self._readings(pattern, actual, state):
