@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -37,12 +39,43 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def may_be_captured(device: torch.device) -> bool:
+    """Whether launches on a device can be recorded into a CUDA graph."""
+    return device.type == "cuda"
+
+
+def done(filled: torch.Tensor) -> torch.Tensor:
+    """A tensor on a CUDA device, once what the current stream was given is done."""
+    torch.cuda.current_stream(filled.device).synchronize()
+    return filled
+
+
+@functools.cache
+def _capture_info() -> Callable[..., int] | None:
+    """The driver's cuStreamGetCaptureInfo; None where there is no such driver."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2  # type: ignore[no-any-return]
+    except (OSError, AttributeError):
+        return None
+
+
+def capture_of(device: torch.device) -> Hashable | None:
+    """The capture under way on the device's current stream, as a key that no other capture has; None where the driver does not tell."""
+    info, place = _capture_info(), stream_of(device)
+    if info is None or not isinstance(place, tuple):
+        return None
+    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+    failed = info(ctypes.c_void_p(place[1]), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return None if failed or status.value != 1 else (number.value, *place)  # 1: it captures, and nothing went wrong with it
+
+
 class _Recording(threading.local):
     stream: Hashable = None
     used: list[torch.Tensor] | None = None  # None: this thread records nothing
 
 
 _recording = _Recording()
+_owned: list[torch.Tensor] = []  # by captures, which outlive what was captured
 
 
 @contextlib.contextmanager
@@ -62,7 +95,11 @@ def recording(stream: Hashable) -> Iterator[list[torch.Tensor]]:
 
 class ScratchMemory:
     """One workspace of one kernel. One that starts as zeros is kept (kernels leave it zeroed) for each size, stream and thread: two calls
-    under way at once never share one."""
+    under way at once never share one.
+
+    Somebody else's capture gets one that was made in a call before, its own for good: the launches of one stream of a capture follow each
+    other, and nobody says when the graph ends. Without one, the filling becomes part of the capture, one more kernel in each replay.
+    """
 
     def __init__(self, workspace: Workspace, size: tuple[int, ...] | Callable[..., tuple[int, ...]], device: torch.device):
         self.dtype: torch.dtype = getattr(torch, workspace.dtype)
@@ -71,6 +108,8 @@ class ScratchMemory:
         self.device = device
         self._allocate = allocator(device)
         self._kept = threading.local()
+        self._spare: dict[tuple[int, ...], torch.Tensor] = {}
+        self._captured: dict[Hashable, torch.Tensor] = {}
 
     def __call__(self, sizes: Environment) -> torch.Tensor:
         size = self.size if isinstance(self.size, tuple) else self.size(*sizes)
@@ -81,9 +120,29 @@ class ScratchMemory:
         key = (size, _recording.stream if used is not None else stream_of(self.device))
         if (used is None or key not in kept) and is_capturing(self.device):
             # Nothing is executed now, so that nothing may be kept that ought to be zero; whoever records replays the filling too.
-            return torch.zeros(size, dtype=self.dtype, device=self.device)
+            given = self._given(size) if used is None else None
+            return self._zeros(size) if given is None else given
         if key not in kept:
-            kept[key] = torch.zeros(size, dtype=self.dtype, device=self.device)
+            kept[key] = self._zeros(size)
         if used is not None:
             used.append(kept[key])
+        elif size not in self._spare and may_be_captured(self.device):
+            self._spare[size] = done(self._zeros(size))  # it is used wherever the capture will be replayed
         return kept[key]
+
+    def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    def _given(self, size: tuple[int, ...]) -> torch.Tensor | None:
+        """What the capture under way on this stream has, or the spare one from now on; None where there is none, or no telling."""
+        capture = capture_of(self.device)
+        if capture is None:
+            return None
+        key = (capture, size)
+        if key not in self._captured:
+            spare = self._spare.pop(size, None)
+            if spare is None:
+                return None
+            self._captured[key] = spare
+            _owned.append(spare)
+        return self._captured[key]

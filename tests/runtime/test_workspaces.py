@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import sympy
@@ -85,6 +87,65 @@ def test_somebody_elses_recording_does_not_use_ours(now):
     kept = memory(())
     now.capturing = True
     assert memory(()) is not kept
+
+
+@pytest.fixture
+def capture(now, monkeypatch):
+    """`capture(number)` begins somebody's capture, `capture(None)` ends it; the driver tells which one it is."""
+    monkeypatch.setattr(workspaces, "may_be_captured", lambda device: True)
+    monkeypatch.setattr(workspaces, "done", lambda filled: filled)
+
+    def begin(number):
+        now.capturing = number is not None
+        monkeypatch.setattr(workspaces, "capture_of", lambda device: (number, now.stream))
+
+    return begin
+
+
+def test_somebody_elses_recording_gets_one_made_before(capture, now):
+    """One fill a launch less in each replay; the launches of a stream share it, since they follow each other."""
+    memory = counters()
+    kept = memory(())
+    capture(7)
+    first = memory(())
+    assert first is not kept and first.tolist() == [0] * 4
+    assert memory(()) is first
+    now.stream = 2
+    assert memory(()) is not first  # a stream of the capture beside the first one
+    capture(None)
+    now.stream = 1
+    assert memory(()) is kept  # and there is a spare one again
+    capture(8)
+    assert memory(()) is not first and memory(()) is memory(())
+
+
+def test_a_recording_without_a_call_before_fills_its_own(capture):
+    memory = counters()
+    capture(7)
+    assert memory(()) is not memory(())
+
+
+def test_what_a_recording_was_given_outlives_the_kernel(capture):
+    memory = counters()
+    memory(())
+    capture(7)
+    there = weakref.ref(memory(()))
+    del memory
+    gc.collect()
+    assert there() is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captures_have_numbers_of_their_own():
+    device, numbers, x = torch.device("cuda", torch.cuda.current_device()), [], torch.ones(4, device="cuda")
+    assert workspaces.capture_of(device) is None
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x += 1
+            numbers += [workspaces.capture_of(device), workspaces.capture_of(device)]
+    assert None not in numbers and numbers[0] == numbers[1] != numbers[2] == numbers[3]
 
 
 @pytest.mark.parametrize("size, stride", [((2, 3), (3, 1)), ((2, 3), (1, 2)), ((0, 4), (4, 1)), ((), ())])
