@@ -6,6 +6,7 @@ Python's lock, and nothing before the kernels needs either.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import threading
@@ -25,7 +26,9 @@ def begin(device: torch.device) -> None:
     global _thread
     with _starting:
         if _thread is None:
-            _thread = threading.Thread(target=_look_up, args=(device,), name="dsi-lookups", daemon=True)
+            # Imported here: threads that import parts of one package at once may see modules half made.
+            looks = [_attempt(functools.partial(find, device)) for find in (_key, _version, _folders)]
+            _thread = threading.Thread(target=lambda: [_attempt(look) for look in looks if look], name="dsi-lookups", daemon=True)
             _thread.start()
 
 
@@ -35,26 +38,27 @@ def wait() -> None:
         _thread.join()
 
 
-def _look_up(device: torch.device) -> None:
-    for look in (_key, _version, _folders):
-        try:
-            look(device)
-        except Exception as error:  # another Triton: it looks for itself, and says what is wrong if anything is
-            log.debug("dsi: not looked up ahead: %s", error)
+def _attempt(function: Callable[[], Any]) -> Any:
+    """What `function` gives, None where it fails: another Triton looks for itself, and says what is wrong if anything is."""
+    try:
+        return function()
+    except Exception as error:
+        log.debug("dsi: not looked up ahead: %s", error)
+        return None
 
 
-def _key(device: torch.device) -> None:
-    _found("triton_key", "triton.runtime.cache", "triton.compiler.compiler")()
+def _key(device: torch.device) -> Callable[[], Any]:
+    return _found("triton_key", "triton.runtime.cache", "triton.compiler.compiler")
 
 
-def _version(device: torch.device) -> None:
+def _version(device: torch.device) -> Callable[[], Any]:
     major, minor = torch.cuda.get_device_capability(device)
     target = _found("GPUTarget", "triton.backends.compiler")("cuda", 10 * major + minor, 32)
-    _found("make_backend", "triton.compiler.compiler")(target).hash()
+    return _found("make_backend", "triton.compiler.compiler")(target).hash  # type: ignore[no-any-return]
 
 
-def _folders(device: torch.device) -> None:
-    _found("library_dirs", "triton.backends.nvidia.driver")()
+def _folders(device: torch.device) -> Callable[[], Any]:
+    return _found("library_dirs", "triton.backends.nvidia.driver")
 
 
 def _found(name: str, *modules: str) -> Callable[..., Any]:

@@ -25,15 +25,28 @@ def test_the_key_of_tritons_cache_is_known_afterwards():
 
 def test_one_thread_a_process(monkeypatch):
     looked = []
-    monkeypatch.setattr(lookups, "_look_up", looked.append)
+    monkeypatch.setattr(lookups, "_key", lambda device: lambda: looked.append(device))
     for _ in range(3):
         lookups.begin(torch.device("cuda", 0))
         lookups.wait()
     assert looked == [torch.device("cuda", 0)]
 
 
+def test_what_fails_in_the_thread_stops_nothing_else(monkeypatch, caplog):
+    looked = []
+    monkeypatch.setattr(lookups, "_key", lambda device: lambda: 1 // 0)
+    monkeypatch.setattr(lookups, "_version", lambda device: lambda: looked.append("version"))
+    with caplog.at_level("DEBUG", logger="dsi.runtime"):
+        lookups.begin(torch.device("cuda", 0))
+        lookups.wait()
+    assert looked == ["version"] and "division" in caplog.text
+
+
 def test_a_triton_that_has_none_of_it_is_left_to_itself(monkeypatch, caplog):
-    monkeypatch.setattr(lookups, "_found", lambda name, *modules: (_ for _ in ()).throw(ImportError(f"no {name}")))
+    def lacks(name, *modules):
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(lookups, "_found", lacks)
     with caplog.at_level("DEBUG", logger="dsi.runtime"):
         lookups.begin(torch.device("cuda", 0))
         lookups.wait()
