@@ -89,9 +89,14 @@ def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         both = getattr(config, "is_encoder_decoder", False)
         kind = transformers.AutoModelForSeq2SeqLM if both else transformers.AutoModelForCausalLM
-        model = kind.from_pretrained(name, dtype=wanted)
+        model, found = kind.from_pretrained(name, dtype=wanted, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise DsiError(_why(name, error)) from None
+    if missing := sorted(found["missing_keys"]):
+        raise DsiError(
+            f"{name!r} lacks {len(missing)} weights that {type(model).__name__} generates with ({missing[0]}, ...), which would be random "
+            "numbers: give a model that was trained to generate text"
+        )
     return model.to(place), tokenizer
 
 
@@ -115,7 +120,11 @@ def stream(
     inputs = _encoded(tokenizer, prompt, chat).to(model.device)
     length = inputs["input_ids"].shape[1]
     if length == 0:
-        raise DsiError("the prompt holds no token: say something")
+        raise DsiError(
+            f"the tokenizer, which knows {len(tokenizer)} tokens, finds none in the prompt: are its files in the folder, too?"
+            if prompt.strip()
+            else "the prompt holds no token: say something"
+        )
     given: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": compiled}
     if compiled:
         given["max_out_tokens"] = length + max_new_tokens + 1

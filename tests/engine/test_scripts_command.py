@@ -102,6 +102,8 @@ def test_dtype(folder):
         (["org/nowhere", "hi"], "dsi: 'org/nowhere' is no folder here, and the hub gave no such model. HF_HUB_OFFLINE is set"),
         (["FOLDER", "hi"], "has no config.json"),
         (["BERT", "hi"], "cannot be loaded to generate text"),
+        (["HEADLESS", "hi"], "lacks 1 weights that LlamaForCausalLM generates with (lm_head.weight, ...), which would be random"),
+        (["MUTE", "hi"], "the tokenizer, which knows 1 tokens, finds none in the prompt"),
         (["SMOL", "hi", "--device", "mars"], "--device 'mars' names no device"),
         (["SMOL", "hi", "--dtype", "fp61"], "--dtype 'fp61'"),
         (["SMOL", ""], "the prompt holds no token"),
@@ -109,7 +111,12 @@ def test_dtype(folder):
 )
 def test_mistakes_are_sentences(arguments, sentence, folder, tmp_path):
     transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "bert")
-    places = {"SMOL": folder, "FOLDER": str(tmp_path), "BERT": str(tmp_path / "bert")}
+    llama, gpt2 = zoo.decoder_configs()["llama"], transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2)
+    transformers.LlamaModel(llama).save_pretrained(tmp_path / "headless")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "headless")
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "mute")  # without a tokenizer
+    places = {"SMOL": folder, "FOLDER": str(tmp_path)}
+    places |= {name.upper(): str(tmp_path / name) for name in ("bert", "headless", "mute")}
     result = run(*(places.get(argument, argument) for argument in arguments))
     assert result.exit_code == 1 and not result.stdout
     assert sentence in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
