@@ -22,6 +22,7 @@ class Piece:
     members: set[fx.Node]
     plan: Plan | None = None
     outside_views: frozenset[fx.Node] = frozenset()
+    span: tuple[int, int] | None = None  # places of the first and the last member, where they are known
 
     @property
     def first(self) -> fx.Node:
@@ -71,12 +72,14 @@ class Partition:
 
     def join(self, piece: Piece, node: fx.Node, provide: bool = True) -> None:
         piece.members.add(node)
+        piece.span = None
         self.holders.setdefault(node, []).append(piece)
         if provide:
             self.provider.setdefault(node, piece)
 
     def leave(self, piece: Piece, node: fx.Node) -> None:
         piece.members.discard(node)
+        piece.span = None
         self._release(piece, node)
 
     def _release(self, piece: Piece, node: fx.Node) -> None:
@@ -143,19 +146,41 @@ class Partition:
             return {self.provider.get(d, d) for d in reads if d not in item.members}
         return {self.provider.get(d, d) for d in self.flow.deps[item]}
 
-    def reaches(self, source: Item, targets: set[Item]) -> bool:
+    def reaches(self, source: Piece, targets: set[Item]) -> bool:
         """Whether there is a path from `source` to one of `targets` (a target itself counts)."""
-        seen = set(targets)
-        stack = list(targets)
+        floor = self._floor(source)
+        seen = {item for item in targets if self._span(item)[1] >= floor}
+        stack = list(seen)
         while stack:
             item = stack.pop()
             if item is source:
                 return True
             if isinstance(item, Piece) or item.op == "call_function":
-                new = self.predecessors(item) - seen
+                new = {before for before in self.predecessors(item) if before not in seen and self._span(before)[1] >= floor}
                 seen |= new
                 stack.extend(new)
         return False
+
+    def _floor(self, source: Piece) -> int:
+        """A place in the graph such that nothing that ends before it can depend on `source`: each question would else walk all of it.
+
+        No piece but `source` lies on both sides of it. What ends before it reads from what has a member before it, which ends before it,
+        too, and is not `source`.
+        """
+        floor, _ = self._span(source)
+        spans = [self._span(piece) for piece in self.pieces if piece is not source]
+        while across := [first for first, last in spans if first < floor <= last]:
+            floor = min(across)
+        return floor
+
+    def _span(self, item: Item) -> tuple[int, int]:
+        """The places of an item's first and last node."""
+        if not isinstance(item, Piece):
+            return self.flow.position[item], self.flow.position[item]
+        if item.span is None:
+            places = [self.flow.position[member] for member in item.members]
+            item.span = min(places), max(places)
+        return item.span
 
     def convex(self, piece: Piece, joined: list[fx.Node] | None = None) -> bool:
         """Whether no path leaves `piece` and comes back. Asked after each change of one piece, it keeps the graph of all items acyclic.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import networkx
 import torch
+from dsi.passes.fuse.convexity import Partition
 from fuse.graphs import D, fused
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -83,3 +84,28 @@ def test_storing_for_a_later_reader_never_makes_a_circle():
     _, ctx = fused(f, *inputs())
     assert [r.label for r in ctx.report.regions] == ["add + layer_norm + linear", "mul + linear + add"]
     assert [o.name for o in ctx.report.regions[0].outputs] == ["layer_norm", "linear"]
+
+
+@given(chosen=steps, returned=st.lists(st.integers(0, 99), max_size=2))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_what_is_left_out_of_a_walk_could_not_have_been_reached(chosen, returned):
+    asked = []
+    reaches, floor = Partition.reaches, Partition._floor
+
+    def both(self, source, targets):
+        found = reaches(self, source, targets)
+        Partition._floor = lambda self, source: -1  # all of the graph
+        try:
+            assert reaches(self, source, targets) is found
+        finally:
+            Partition._floor = floor
+        asked.append(floor(self, source))
+        return found
+
+    torch.manual_seed(len(chosen))
+    Partition.reaches = both
+    try:
+        fused(program(chosen, returned), *inputs(), symbolic=False)
+    finally:
+        Partition.reaches = reaches
+    event(f"left out: {any(place > 5 for place in asked)}")  # more than the inputs
