@@ -54,7 +54,7 @@ def _key(device: torch.device) -> Callable[[], Any]:
 def _version(device: torch.device) -> Callable[[], Any]:
     major, minor = torch.cuda.get_device_capability(device)
     target = _found("GPUTarget", "triton.backends.compiler")("cuda", 10 * major + minor, 32)
-    return _found("make_backend", "triton.compiler.compiler")(target).hash  # type: ignore[no-any-return]
+    return _found("make_backend", "triton.compiler.compiler")(target).hash
 
 
 def _folders(device: torch.device) -> Callable[[], Any]:
@@ -66,5 +66,5 @@ def _found(name: str, *modules: str) -> Callable[..., Any]:
     for module in modules:
         found: Any = getattr(importlib.import_module(module), name, None)
         if found is not None:
-            return found  # type: ignore[no-any-return]
+            return found
     raise ImportError(f"this Triton has no {name}")
