@@ -1,9 +1,24 @@
 """bmm(a [B, M, 1], b [B, 1, N]), mm(a [M, 1], b [1, N])   ->   a * b
 
-A contraction over one element is no contraction. Seen in: rotary angles (inverse frequencies times positions) of most decoders.
+A contraction over one element is no contraction, except of attention over one key, which stays one. Seen in: rotary angles (inverse
+frequencies times positions) of most decoders.
 """
 
+import torch
+from dsi.patterns.effects import is_view
 from dsi.patterns.rule import Rule
+from torch import fx
+
+aten = torch.ops.aten
+_SOFTMAX = {aten._softmax.default, aten.softmax.int}
+_COPIES = {aten.clone.default, aten._to_copy.default}
+
+
+def _weights(value):
+    """Whether a value of the graph is a softmax, seen or copied in whatever way."""
+    while isinstance(value, fx.Node) and (is_view(value.target) or value.target in _COPIES):
+        value = value.args[0]
+    return isinstance(value, fx.Node) and value.target in _SOFTMAX
 
 
 class OuterProduct(Rule):
@@ -16,6 +31,7 @@ class OuterProduct(Rule):
     def check(self, m):
         m.require(m.rank("a") == m.rank("b") >= 2, f"the operands have ranks {m.rank('a')} and {m.rank('b')}")
         m.require(m.same(m.shape("a")[-1], 1), f"the contracted size is {m.shape('a')[-1]}, not 1")
+        m.require(not _weights(m.a), "its first operand is a softmax: it is attention over one key")
         m.require(m.output().dtype.is_floating_point, f"the product is {m.output().dtype}")
 
     def rewrite(self, dsi, m):

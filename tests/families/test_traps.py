@@ -80,6 +80,16 @@ def test_scale_in_a_tensor_is_right():
     ran(lambda q, k, v, s: (q @ k.transpose(-1, -2) / s).softmax(-1) @ v, *qkv(), torch.rand(H, 1, 1) + 1)
 
 
+def test_attention_over_one_key():
+    q, k, v = (randn(B, H, 1, D) for _ in range(3))
+    _, report = ran(lambda q, k, v: (q @ k.transpose(-1, -2) * 0.3).softmax(-1) @ v, q, k, v)
+    assert len(attentions(report)) == 1 and not report.unfused
+    # A prompt of one token, in half precision: the weights are cast before they are multiplied.
+    half = [t.half() for t in (q, k, v)]
+    _, report = ran(lambda q, k, v: (q @ k.transpose(-1, -2) * 0.3).softmax(-1, dtype=torch.float32).to(q.dtype) @ v, *half)
+    assert len(attentions(report)) == 1 and not report.unfused
+
+
 def test_softmax_over_queries_is_no_attention():
     _, report = ran(lambda q, k, v: (q @ k.transpose(-1, -2)).softmax(-2) @ v, *qkv())
     assert not attentions(report)
