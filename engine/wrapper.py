@@ -14,7 +14,7 @@ from .config import InferenceConfig
 from .errors import warn
 from .generation.compiled import compiled, loudly
 from .generation.progress import compiling
-from .generation.stand_in import stand_in
+from .generation.stand_in import stand_in, stand_in_class
 
 
 class InferenceEngine(nn.Module):
@@ -135,11 +135,13 @@ def _own_generate(module: Any, options: dict[str, Any]) -> _Call:
         calls += 1
         return run(*args, **kwargs)
 
+    kind = stand_in_class(type(module), forward)
+
     @functools.wraps(module.generate, updated=())
     def generate(*args: Any, **kwargs: Any) -> Any:
         before = calls
         with torch.no_grad():
-            made = stand_in(module, forward).generate(*args, **kwargs)
+            made = stand_in(module, kind).generate(*args, **kwargs)
         if calls == before:
             warn(
                 f"dsi: nothing of this generation was compiled: the generate of {type(module).__name__} does not call the module's forward"

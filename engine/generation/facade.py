@@ -5,7 +5,6 @@ Everything that prepares a generation (configuration, special tokens, logits pro
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -17,13 +16,14 @@ from transformers.generation.utils import GenerationMixin
 from .compiled import compiled
 from .decoder import NotOurs
 from .merged import Merged
+from .stand_in import stand_in, stand_in_class
 
 Sample = Callable[..., Any]  # what `_sample` takes, without self; raises NotOurs
 Check = Callable[[int, Any], None]  # (tokens of the prompt, GenerationConfig as prepared); raises ValueError
 
 
 class Facade:
-    """Makes stand-ins for a model. A stand-in shares the model's parts and weights, and has attributes of its own."""
+    """Makes stand-ins for a model."""
 
     def __init__(self, model: Any, options: dict[str, Any] | None, sample: Sample, check: Check) -> None:
         self.model = model
@@ -37,19 +37,19 @@ class Facade:
             return run(*args, **kwargs)
 
         forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]  # looked at several times a call
-        self.forward = forward
-        self._kind = _stand_in_class(type(model), sample, check, self._encoder, Merged())
-        self._encoders: dict[int, tuple[nn.Module, Any]] = {}
+        self._kind = stand_in_class(type(model), forward, **_members(type(model), sample, check, self._encoder, Merged()))
+        self._encoders: dict[int, tuple[nn.Module, type]] = {}
 
     def stand_in(self) -> Any:
         """The model of this moment, to call `generate` of."""
-        return _stand_in(self.model, self._kind, self.forward)
+        return stand_in(self.model, self._kind)
 
     def _encoder(self, encoder: Any) -> Any:
         known = self._encoders.get(id(encoder))
         if known is None or known[0] is not encoder:
-            known = self._encoders[id(encoder)] = (encoder, compiled_forward(encoder, self.options))
-        return _stand_in(encoder, type(encoder), known[1])
+            kind = stand_in_class(type(encoder), compiled_forward(encoder, self.options))
+            known = self._encoders[id(encoder)] = (encoder, kind)
+        return stand_in(encoder, known[1])
 
 
 def compiled_forward(module: Any, options: dict[str, Any] | None) -> Callable[..., Any]:
@@ -62,15 +62,8 @@ def compiled_forward(module: Any, options: dict[str, Any] | None) -> Callable[..
     return compiled(forward, options, whole=False)
 
 
-def _stand_in(module: Any, kind: type, forward: Callable[..., Any]) -> Any:
-    made = copy.copy(module)
-    made.__class__ = kind
-    made.__dict__["forward"] = forward
-    return made
-
-
-def _stand_in_class(base: type, sample: Sample, check: Check, compiled_encoder: Callable[[Any], Any], merged: Merged) -> type:
-    """A class with the name of `base`, which transformers looks at, too."""
+def _members(base: type, sample: Sample, check: Check, compiled_encoder: Callable[[Any], Any], merged: Merged) -> dict[str, Any]:
+    """What a stand-in for a model of the class `base` does in a way of its own."""
 
     def _sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -96,5 +89,4 @@ def _stand_in_class(base: type, sample: Sample, check: Check, compiled_encoder: 
         return merged.merge(self, functools.partial(prepare, self), generation_config, kwargs)
 
     own = [_prepare_generation_config, _sample, _validate_generated_length, _valid_auto_compile_criteria, get_encoder]
-    members = {function.__name__: function for function in own if hasattr(base, function.__name__)}
-    return type(base.__name__, (base,), {**members, "__module__": base.__module__, "__qualname__": base.__qualname__})
+    return {function.__name__: function for function in own if hasattr(base, function.__name__)}

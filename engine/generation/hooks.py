@@ -47,7 +47,10 @@ class Preparation:
         for device, own, general in self._sides:
             try:
                 given = self._given(held, fed, device)
+                before = dict(vars(own))
                 ours, theirs = getattr(own, HOOK)(**given), getattr(general, HOOK)(**given)
+                if before.keys() != vars(own).keys() or any(vars(own)[key] is not value for key, value in before.items()):
+                    return f"{name} leaves something on the model, which its forward may read"
                 if not self._equal(ours, theirs, held):
                     return f"{name} prepares the step behind {held} tokens in a way of its own"
             except Exception as error:  # whatever its code raises where it looks for more than a text has

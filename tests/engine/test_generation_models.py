@@ -3,6 +3,8 @@ their own, or that have experts."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -161,3 +163,31 @@ def test_a_prompt_that_cannot_be_recorded_leaves_decode_steps_recorded(caplog):
         steps.run(("prompt", 32), prompt_step)
     assert "no CUDA graph of a prompt could be recorded" in caplog.text and "not permitted" in steps.problem
     assert steps.run(("step",), lambda: None) is not None and steps.launched == 3
+
+
+class Remembers(transformers.LlamaForCausalLM):
+    """Leaves on itself what its forward reads."""
+
+    scale = 1.0
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        self.scale = 0.5
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, cache=None, **kwargs):
+        held = {"past_key_values": past_key_values} if past_key_values is not None else {"cache": cache}
+        held = {name: value for name, value in held.items() if value is not None}
+        made = super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **held, **kwargs)
+        made.logits = torch.sin(made.logits * self.scale)
+        return made
+
+
+def test_what_a_preparation_leaves_on_the_model_reaches_its_forward():
+    base = small_llama()
+    model = Remembers(base.config).eval()
+    model.load_state_dict(base.state_dict())
+    expected = copy.deepcopy(model).generate(prompt(1, 7), max_new_tokens=4, eos_token_id=None)
+    generator = generator_of(model)
+    assert torch.equal(generator.generate(prompt(1, 7), max_new_tokens=4, eos_token_id=None), expected)
+    assert "leaves something on the model" in generator.why_not_ours
+    assert model.scale == 0.5
