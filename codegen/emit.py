@@ -71,6 +71,7 @@ class _Part:
     grid: tuple[sympy.Expr, ...]
     warps: int
     stages: int
+    follows: bool = False  # it starts only after the end of the kernel before it
 
 
 def _parts(spec: t.KernelSpec, choice: Choice, entry: str) -> list[_Part | LibraryCall]:
@@ -79,7 +80,7 @@ def _parts(spec: t.KernelSpec, choice: Choice, entry: str) -> list[_Part | Libra
         return [_Part(*part) if isinstance(part, tuple) else part for part in library.parts(spec, choice, entry)]
     if not apart.is_apart(spec, choice):
         builder, grid = SCHEDULES[choice.schedule](spec, choice)
-        return [_Part(entry, builder, grid, choice.num_warps, choice.num_stages)]
+        return [_Part(entry, builder, grid, choice.num_warps, choice.num_stages, choice.schedule == "attention_decode")]
     product, narrowed, given = apart.product_spec(spec, choice)
     rows, rows_grid, warps = apart.write_rows(spec, choice, product, given)
     linear = Linear(product, narrowed, given)
@@ -94,7 +95,11 @@ def _launch(part: _Part, device: Device) -> Launch:
     options: dict[str, int | bool] = {"enable_fp_fusion": True, "maxnreg": min(255, REGISTERS // (32 * part.warps))}
     constants: dict[str, int | bool | float] = dict(part.builder.constants)
     if "PDL" in constants:
-        constants["PDL"] = options["launch_pdl"] = device.capability >= 90
+        constants["PDL"] = device.capability >= 90
+        # Attention over a cache has few programs, through which the kernel behind it would start while the one before it still runs:
+        # that one's own programs then wait for room.
+        if not part.follows:
+            options["launch_pdl"] = constants["PDL"]
     read = part.builder.reinterpreted
     words = tuple(place for place, one in enumerate(arguments) if one.kind == "input" and one.number in read)
     return Launch(part.entry, arguments, constants, part.grid, part.warps, part.stages, options, words)

@@ -68,11 +68,11 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
 
 def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Device, same: bool = False) -> bool:
     """Whether a choice that was made for another linear can be this one's, for at most `rows` rows (None: any number). `same`: that one had
-    this one's shape, so that the registers that it takes are known to do."""
+    this one's shape on this device, so that the registers and the shared memory that it takes are known to do."""
     few = {"gemv": GEMV_ROWS, "skinny": SKINNY_ROWS}.get(choice.schedule)
     if few is not None and (rows is None or rows > min(few, choice.block_m)):
         return False
-    if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not _fits(work, choice, device):
+    if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not (same or _fits(work, choice, device)):
         return False
     if choice.schedule == "gemv" and choice.digits:
         return work.words and registers(work, choice) <= WORD_MOST

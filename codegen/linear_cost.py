@@ -219,8 +219,8 @@ def shared_bytes(work: LinearWork, choice: Choice) -> int:
     rows = choice.block_m * work.x_bytes * (1 if work.bare or choice.apart or work.as_int8(choice) else 2)
     tiles = [choice.block_n * cut.weight_bytes + rows for cut in work.cuts]
     # What compiled kernels have: the tiles of branches that exclude each other lie side by side, up to three. They share their place where
-    # each branch reads a weight of its own and columns are held, whose exchange in the epilogue sets the branches apart.
-    together = min(sum(tiles), 3 * max(tiles)) if work.fused or work.held == 1 else max(tiles)
+    # each branch reads a weight of its own and its epilogue exchanges columns, held or in parts (rope), which sets the branches apart.
+    together = min(sum(tiles), 3 * max(tiles)) if work.fused or not (work.held > 1 or work.crowded) else max(tiles)
     return together * choice.block_k * max(choice.num_stages, 1)
 
 

@@ -54,7 +54,7 @@ def done(filled: torch.Tensor) -> torch.Tensor:
 def _capture_info() -> Callable[..., int] | None:
     """The driver's cuStreamGetCaptureInfo; None where there is no such driver."""
     try:
-        return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2  # type: ignore[no-any-return]
+        return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
     except (OSError, AttributeError):
         return None
 

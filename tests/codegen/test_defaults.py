@@ -152,3 +152,12 @@ def test_another_format_is_refused(tmp_path):
     file.write_text('{"format": 1, "devices": {"H200": [{"rows": 1, "columns": 1, "inner": 1, "choice": {}, "us": 1, "blocks": 3}]}}')
     with pytest.raises(ValueError, match="blocks"):
         defaults.read(file)
+
+
+def test_what_ran_on_the_device_fits_it_whatever_the_estimate(table):
+    """An estimate of shared memory that is too high once kept a measured choice out, and the kernel that took its place cost twice as much."""
+    large = dataclasses.replace(SKINNY, block_n=256, block_k=512)
+    assert not admissible(linear_work(projection(16), 16, {}), large, 16, H200)
+    table((projection(16), large))
+    assert defaults.lookup(projection(16), None, "H200") == large
+    assert defaults.lookup(projection(16, columns=5120), None, "H200") is None  # near, but it did not run
