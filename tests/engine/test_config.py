@@ -164,6 +164,8 @@ def test_unknown_keys_are_refused_when_the_class_is_called_too():
     [
         (dict(max_out_tokens=0), "max_out_tokens = 0: .*greater than or equal to 1"),
         (dict(max_out_tokens="many"), "max_out_tokens = 'many'"),
+        (dict(max_out_tokens=True), "max_out_tokens = True: give a number"),
+        (dict(tp={"tp_size": True}), "tp_size = True: give a number"),
         (dict(max_out_tokens=5, min_out_tokens=6), "min_out_tokens = 6 is more than max_out_tokens = 5"),
         (dict(replace_with_kernel_inject="perhaps"), "replace_with_kernel_inject = 'perhaps'"),
         (dict(checkpoint=3), "checkpoint = 3: give a dict, or the path"),
