@@ -95,11 +95,11 @@ def _launch(part: _Part, device: Device) -> Launch:
     options: dict[str, int | bool] = {"enable_fp_fusion": True, "maxnreg": min(255, REGISTERS // (32 * part.warps))}
     constants: dict[str, int | bool | float] = dict(part.builder.constants)
     if "PDL" in constants:
-        constants["PDL"] = device.capability >= 90
+        constants["PDL"] = able = device.capability >= 90
         # Attention over a cache has few programs, through which the kernel behind it would start while the one before it still runs:
         # that one's own programs then wait for room.
         if not part.follows:
-            options["launch_pdl"] = constants["PDL"]
+            options["launch_pdl"] = able
     read = part.builder.reinterpreted
     words = tuple(place for place, one in enumerate(arguments) if one.kind == "input" and one.number in read)
     return Launch(part.entry, arguments, constants, part.grid, part.warps, part.stages, options, words)

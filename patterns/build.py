@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -86,8 +86,9 @@ class Builder(ABC):
         return [self.size(x, d) for d in range(self.value(x).dim())]
 
 
-def _writes_nothing(target: Target) -> None:
-    if is_mutation(target):
+def _writes_nothing(target: Target, matched: Collection[Any] = ()) -> None:
+    """Raises DsiError for an operator that writes, unless it is among those that a rewrite takes the place of."""
+    if is_mutation(target) and target not in matched:
         raise DsiError(f"{target} writes to its argument; a graph holds operators that make a new value each")
 
 
@@ -121,14 +122,15 @@ class EagerBuilder(Builder):
 
 
 class GraphBuilder(Builder):
-    """Adds the nodes of a rewrite to a graph, at the graph's insertion point; keeps the list of what it `made`."""
+    """Adds the nodes of a rewrite to a graph, at the graph's insertion point; keeps the list of what it `made`. `matched`: the operators
+    that it takes the place of."""
 
-    def __init__(self, graph: fx.Graph, evaluate: Callable[[fx.Node], Any]):
-        self._graph, self._evaluate = graph, evaluate
+    def __init__(self, graph: fx.Graph, evaluate: Callable[[fx.Node], Any], matched: Collection[Any] = ()):
+        self._graph, self._evaluate, self._matched = graph, evaluate, matched
         self.made: list[fx.Node] = []
 
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Target | None = None) -> fx.Node:
-        _writes_nothing(target)
+        _writes_nothing(target, self._matched)
         positional, named = spell(target, args, kwargs)
         if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in tree_leaves((positional, named))):
             raise DsiError(f"{target} is built with a symbolic size as a number; dsi.size(x, dim) gives it as a value of the graph")

@@ -58,7 +58,7 @@ class Rewriter:
         point = self.insertion_point(match, outputs, inside)
         moved = self._size_queries(outputs, inside, match)
         where = source_line(outputs[0])
-        builder = GraphBuilder(self.graph, self.evaluate)
+        builder = GraphBuilder(self.graph, self.evaluate, {node.target for node in nodes})
         try:
             with self.graph.inserting_before(point):
                 result = compiled.rule.rewrite(builder, match)

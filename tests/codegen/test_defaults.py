@@ -155,7 +155,7 @@ def test_another_format_is_refused(tmp_path):
 
 
 def test_what_ran_on_the_device_fits_it_whatever_the_estimate(table):
-    """An estimate of shared memory that is too high once kept a measured choice out, and the kernel that took its place cost twice as much."""
+    """An estimate that is too high once kept a measured choice out, and what took its place cost twice as much."""
     large = dataclasses.replace(SKINNY, block_n=256, block_k=512)
     assert not admissible(linear_work(projection(16), 16, {}), large, 16, H200)
     table((projection(16), large))
