@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -182,6 +183,7 @@ def looked_at(spec: Any, kernel: Any, capability: int) -> list[Found]:
     here, there = context.Pipe(duplex=False)
 
     def work() -> None:
+        faulthandler.disable()  # what ends this process is told by the other one
         try:
             there.send(list(compiled(spec, kernel, capability)))
         except Exception as error:
