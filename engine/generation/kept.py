@@ -96,7 +96,7 @@ class Kept:
             return None
         if found.pad is not None and bool((ids == found.pad).any()):
             return None
-        if call.mask is not None and not bool(call.mask.all()):
+        if call.mask is not None and not _hides_nothing(call.mask):
             return None
         self._prepared.move_to_end(call.key)
         return dataclasses.replace(found.request, ids=call.ids, streamer=call.streamer)
@@ -107,7 +107,7 @@ class Kept:
         whole = request.ids is call.ids and request.held == 0 and request.fed == call.ids.shape[1]
         if not whole or request.criteria is not None or request.recipe.skipped is not None:
             return
-        if request.mask is not None and not bool(request.mask.all()):
+        if any(mask is not None and not _hides_nothing(mask) for mask in (call.mask, request.mask)):
             return
         pad = config._pad_token_tensor
         if pad is not None and pad.numel() != 1:
@@ -129,6 +129,11 @@ class Kept:
 def _prepares_plainly(kind: type) -> bool:
     """Whether a model's class prepares a generation as transformers does in general. What it prepares for a step is looked at elsewhere."""
     return all(inspect.getattr_static(kind, name, None) is vars(GenerationMixin)[name] for name in _MEMBERS if name != HOOK)
+
+
+def _hides_nothing(mask: Tensor) -> bool:
+    """Whether a mask holds ones alone: transformers counts positions by adding up what is in it."""
+    return bool((mask if mask.dtype == torch.bool else mask == 1).all())
 
 
 def _distributed() -> bool:

@@ -145,6 +145,15 @@ def test_a_mask_with_padding_is_looked_at_each_time(generator):
         assert torch.equal(made, eager(generator.model, ids, attention_mask=mask, **HOW))
 
 
+def test_masks_of_other_numbers_than_one_are_prepared(generator):
+    """transformers adds them up for positions, so that what it made of twos is nothing for ones."""
+    ids = prompt(1, 7)
+    for number in (2, 1, 2):
+        mask = torch.full_like(ids, number)
+        made = generator.generate(ids, attention_mask=mask, **HOW)
+        assert torch.equal(made, eager(generator.model, ids, attention_mask=mask, **HOW))
+
+
 def test_padding_in_the_first_prompt_of_a_size_is_not_kept(generator):
     ids = prompt(1, 7)
     padded = torch.cat([torch.zeros(1, 2).long(), ids[:, 2:]], 1)
