@@ -8,6 +8,7 @@ from dsi.patterns.rule import Rule
 from dsi.patterns.rules.cast_chain import CastChain
 from dsi.patterns.rules.cast_device import CastDevice
 from dsi.patterns.rules.filled_parts import FilledParts
+from dsi.patterns.rules.moved_units import MovedUnits
 from dsi.patterns.rules.neutral_element import NeutralElement
 from dsi.patterns.rules.no_op_cast import NoOpCast
 from dsi.patterns.rules.no_op_copy import NoOpCopy
@@ -18,7 +19,9 @@ from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.softmax_cast import SoftmaxCast
 from dsi.patterns.rules.softmax_view import SoftmaxView
 from dsi.patterns.rules.split_spelling import SplitSpelling
+from dsi.patterns.rules.squeezed_permute import SqueezedPermute
 from dsi.patterns.rules.transpose_spelling import TransposeSpelling
+from dsi.patterns.rules.unsqueezed_view import UnsqueezedView
 from dsi.patterns.rules.view_chain import ViewChain
 from dsi.patterns.rules.view_spelling import ViewSpelling
 from torch import fx
@@ -38,8 +41,11 @@ RULES: tuple[type[Rule], ...] = (
     NoOpCopy,
     NeutralElement,
     NoOpView,
+    SqueezedPermute,
+    UnsqueezedView,
     ViewChain,
     PermuteChain,
+    MovedUnits,
     OuterProduct,
     SoftmaxView,
     FilledParts,

@@ -13,6 +13,7 @@ from .kv_write import KvWrite
 from .layer_norm import LayerNorm
 from .layer_norm_spelled import LayerNormSpelled
 from .linear import Linear, LinearBatched, LinearFlattened
+from .moved_units import MovedUnits
 from .neutral_element import NeutralElement
 from .no_op_cast import NoOpCast
 from .no_op_copy import NoOpCopy
@@ -31,8 +32,10 @@ from .silu import Silu
 from .softmax_cast import SoftmaxCast
 from .softmax_view import SoftmaxView
 from .split_spelling import SplitSpelling
+from .squeezed_permute import SqueezedPermute
 from .tanh import Tanh
 from .transpose_spelling import TransposeSpelling
+from .unsqueezed_view import UnsqueezedView
 from .view_chain import ViewChain
 from .view_spelling import ViewSpelling
 
@@ -50,6 +53,7 @@ RULES: tuple[type[Rule], ...] = (
     Linear,
     LinearBatched,
     LinearFlattened,
+    MovedUnits,
     NeutralElement,
     NoOpCast,
     NoOpCopy,
@@ -68,8 +72,10 @@ RULES: tuple[type[Rule], ...] = (
     SoftmaxCast,
     SoftmaxView,
     SplitSpelling,
+    SqueezedPermute,
     Tanh,
     TransposeSpelling,
+    UnsqueezedView,
     ViewChain,
     ViewSpelling,
 )

@@ -4,7 +4,7 @@ q, k and v are [B, H, *, *], flattened to B·H matrices for the products. The sc
 product's `alpha` (ALiBi, as `baddbmm`), or is not there; scores may be capped by tanh, biased by position, masked by an added mask or by a
 choice, and widened for the softmax. A choice between a score and a number becomes an added bias, which is the same where that number drowns
 every score. Sinks are scores of one more key a head, appended to the others for the softmax and dropped after it.
-Seen in: every model with `attn_implementation="eager"`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), MPT (bias and
+Seen in: every model with `attn_implementation="eager"`; `torch.einsum`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), MPT (bias and
 choice), Gemma 2 (cap), GPT-OSS (sinks).
 """
 
@@ -114,16 +114,16 @@ class Attention(Rule):
         b, h, s, length = m.shape("scores")
         d, dv = m.shape("rows")[2], m.shape("flat_values")[2]
         k = (b, h, d, length) if m.tag("keys") == "transposed" else (b, h, length, d)
-        # What is viewed without a copy can be viewed as [B, H, *, *] too.
+        # What is viewed without a copy can be viewed as [B, H, *, *] too, and so can what differs in dimensions of one entry only.
         free = {
             "q": m.tag("q copy") == "plain" and m.tag("q scale") == "none" and m.cast("q wide") is None,
             "v": m.tag("v copy") == "plain",
         }
         for name, shape in {"q": (b, h, s, d), "k": k, "v": (b, h, length, dv)}.items():
             m.require(
-                free.get(name) or m.same(m.shape(name), shape), f"{name} is {list(m.shape(name))} where the scores are {[b, h, s, length]}"
+                free.get(name) or m.same(_without_ones(m, m.shape(name)), _without_ones(m, shape)),
+                f"{name} is {list(m.shape(name))} where the scores are {[b, h, s, length]}",
             )
-        m.require(m.same(m.output().shape, (b, h, s, dv)), f"the result is {list(m.output().shape)}, not {[b, h, s, dv]}")
         matrices = {
             "rows": (s, d),
             "columns": (d, length),
@@ -172,12 +172,7 @@ class Attention(Rule):
                 not (m.present("keep") and m.present("mask")) and not m.present("alibi"), "more than two terms are added to the scores"
             )
         if m.present("keep"):
-            m.require(m.dtype("keep") == torch.bool, f"the choice is made by {m.dtype('keep')}")
-            m.require(
-                m.broadcasts(m.shape("keep"), scores), f"the choice {list(m.shape('keep'))} does not surely broadcast to {list(scores)}"
-            )
-            m.require(m.is_number("fill") and m.fill <= _DROWNS, f"a score is replaced by {m.fill}, which a sum with the score is not")
-            m.require(m.fill >= _LOWEST or m.fill == -math.inf, f"a score is replaced by {m.fill}, which fp32 has not")
+            check_choice(m, scores)
         if m.present("alibi"):
             m.require(not m.present("keep"), "there is a bias and a choice")
             m.require(m.beta == 1, f"the bias counts {m.beta} times")
@@ -188,7 +183,16 @@ class Attention(Rule):
             m.require(m.same(m.shape("alibi")[0], m.shape("product")[0]), f"the bias {list(m.shape('alibi'))} is not one a head")
 
     def rewrite(self, dsi, m):
-        k = dsi.aten.permute(m.k, [0, 1, 3, 2]) if m.tag("keys") == "transposed" else m.k
+        b, h, t, length = m.shape("scores")
+        d, dv = m.shape("rows")[2], m.shape("flat_values")[2]
+        q = self._by_heads(dsi, m, m.q, (b, h, t, d), m.flat_q[1:])
+        v = self._by_heads(dsi, m, m.v, (b, h, length, dv), m.flat_v[1:])
+        if m.tag("keys") == "flattened":
+            k = self._by_heads(dsi, m, m.k, (b, h, length, d), m.flat_k[1:])
+        elif m.tag("keys") == "transposed":
+            k = dsi.aten.permute(self._by_heads(dsi, m, m.k, (b, h, d, length), m.flat_k[1:]), [0, 1, 3, 2])
+        else:
+            k = self._by_heads(dsi, m, m.k, (b, h, length, d), [m.flat_k[2], m.flat_k[1]])
         scale = 1.0
         for factor, tag in ((m.q_scale, m.tag("q scale")), (m.scale, m.tag("scale"))):
             scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
@@ -200,18 +204,13 @@ class Attention(Rule):
         if m.present("alibi"):
             bias = dsi.aten.view(m.alibi, [m.sizes[0], m.sizes[1], dsi.size(m.alibi, 1), -1])
         elif m.present("keep"):
-            numbers = (0.0, m.fill) if "where" in (m.tag("choice"), m.tag("placed")) else (m.fill, 0.0)
-            bias = dsi.call(torch.ops.aten.where.Scalar, m.keep, *numbers)
-        q, v = (self._by_heads(dsi, m, name, flat) for name, flat in (("q", "rows"), ("v", "flat_values")))
-        return dsi.attention(q, k, v, mask, bias, m.sinks, scale=float(scale), softcap=float(m.cap or 0.0))
+            bias = chosen_bias(dsi, m, inverted="where" not in (m.tag("choice"), m.tag("placed")))
+        result = dsi.attention(q, k, v, mask, bias, m.sinks, scale=float(scale), softcap=float(m.cap or 0.0))
+        return result if m.same(m.output().shape, (b, h, t, dv)) else dsi.aten.view(result, m.restored)
 
-    def _by_heads(self, dsi, m, name, flat):
-        """The parameter as [B, H, *, *]."""
-        shape = (*m.shape("scores")[:2], *m.shape(flat)[1:])
-        if m.same(m.shape(name), shape):
-            return getattr(m, name)
-        sizes = {"rows": m.flat_q, "flat_values": m.flat_v}[flat]
-        return dsi.aten.view(getattr(m, name), [m.sizes[0], m.sizes[1], *sizes[1:]])
+    def _by_heads(self, dsi, m, x, shape, matrix):
+        """The value as [B, H, *, *], whose last two sizes the graph spells `matrix`."""
+        return x if m.same(tuple(dsi.value(x).shape), shape) else dsi.aten.view(x, [m.sizes[0], m.sizes[1], *matrix])
 
     def sample(self, s):
         b, h, t, length, d, dv = s.size("B"), s.size("H"), s.size("T"), s.size("L"), s.size("D"), s.size("V")
@@ -219,8 +218,8 @@ class Attention(Rule):
         return {
             **s.defaults(),
             "narrow": s.dtype,
-            "q": s.tensor_of([b, h, t, d]),
-            "k": s.tensor_of([b, h, d, length] if keys == "transposed" else [b, h, length, d]),
+            "q": s.tensor_of(s.pick(([b, h, t, d], [b, h, t, 1, d]))),
+            "k": s.tensor_of(s.pick(([b, h, d, length], [b, h, 1, d, length])) if keys == "transposed" else [b, h, length, d]),
             "v": s.tensor_of(s.pick(([b, h, length, dv], [b * h, length, 1, dv]))),
             "mask": s.tensor_of(s.pick(([b, 1, t, length], [length], [1, h, 1, length]))),
             "position": s.tensor_of(s.pick(([1, h, t, length], [b, h, t, length], [h, 1, length]))),
@@ -233,9 +232,27 @@ class Attention(Rule):
             "flat_v": [b * h, length, dv],
             "flat_p": [b * h, t, length],
             "sizes": [b, h, t, length],
-            "restored": [b, h, t, dv],
+            "restored": s.pick(([b, h, t, dv], [b, h, t, dv], [b, h * t, dv])),
             "sinks": s.tensor_of([h]),
             "column": [1, h, 1, 1],
             "repeated": [b, h, t, 1],
             "last": s.pick((-1, length)),
         }
+
+
+def check_choice(m, scores):
+    """Refuses a choice `keep` between a score and `fill` that a sum with the score does not stand for."""
+    m.require(m.dtype("keep") == torch.bool, f"the choice is made by {m.dtype('keep')}")
+    m.require(m.broadcasts(m.shape("keep"), scores), f"the choice {list(m.shape('keep'))} does not surely broadcast to {list(scores)}")
+    m.require(m.is_number("fill") and m.fill <= _DROWNS, f"a score is replaced by {m.fill}, which a sum with the score is not")
+    m.require(m.fill >= _LOWEST or m.fill == -math.inf, f"a score is replaced by {m.fill}, which fp32 has not")
+
+
+def chosen_bias(dsi, m, inverted):
+    """What is added to the scores in place of a choice; `inverted`: `keep` says where `fill` is."""
+    return dsi.call(torch.ops.aten.where.Scalar, m.keep, *((m.fill, 0.0) if inverted else (0.0, m.fill)))
+
+
+def _without_ones(m, shape):
+    """The sizes that are not 1."""
+    return [size for size in shape if not m.same(size, 1)]

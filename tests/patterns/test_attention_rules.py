@@ -291,3 +291,57 @@ def test_a_repeated_key_that_is_read_elsewhere_is_not_absorbed():
 
     node, _ = stages(fn, QG, KG, VG)
     assert node.args[1].meta["val"].shape[1] == 6
+
+
+def einsum(scores, result):
+    return lambda q, k, v: torch.einsum(result, (torch.einsum(scores, q, k) * 0.5).softmax(-1), v)
+
+
+BY_HEADS = einsum("bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd")
+BY_ROWS = einsum("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd")
+
+
+@pytest.mark.parametrize("sizes", [(B, H, S, L), (1, H, S, L), (B, 1, S, L), (B, H, 1, L), (1, 1, 1, L), (3, 3, 3, 3)], ids=str)
+def test_attention_by_einsum(sizes):
+    """torch moves dimensions of one entry elsewhere than others."""
+    b, h, s, length = sizes
+    node, _ = stages(BY_HEADS, randn(b, h, s, D), randn(b, h, length, D), randn(b, h, length, DV))
+    assert node is not None and node.kwargs["scale"] == 0.5
+    node, _ = stages(BY_ROWS, randn(b, s, h, D), randn(b, length, h, D), randn(b, length, h, DV))
+    assert node is not None
+    joined = lambda q, k, v: BY_ROWS(q, k, v).reshape(b, s, h * DV)  # noqa: E731
+    assert stages(joined, randn(b, s, h, D), randn(b, length, h, D), randn(b, length, h, DV))[0] is not None
+
+
+def test_attention_by_einsum_with_a_mask_in_half_precision():
+    masked = lambda q, k, v, m: torch.einsum(  # noqa: E731
+        "bhqk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bhqk", q, k) / 2 + m).softmax(-1, dtype=torch.float32).to(BF), v
+    )
+    q, k, v, m = (t.to(BF) for t in (randn(B, S, H, D), randn(B, L, H, D), randn(B, L, H, DV), MASK.clamp(min=-1e38)))
+    node, _ = stages(masked, q, k, v, m)
+    assert argument(node, "mask").op == "placeholder"
+
+
+CUBE = tuple(randn(3, 3, 3, 4) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("scores", "result"),
+    [
+        ("bhqd,bhkd->bhqk", "hbqk,bhkd->bhqd"),  # weights of other heads
+        ("bhqd,bhkd->bhqk", "bhkq,bhkd->bhqd"),  # weights transposed
+        ("bhqd,bhkd->bqhk", "bhqk,bhkd->bhqd"),  # heads taken for queries
+        ("bhqd,bhkd->bhqk", "bhqk,bhqd->bhqd"),  # no sum over keys but a scaling
+        ("bhqd,bgkd->bhqk", "bhqk,bhkd->bhqd"),  # summed over the heads of the keys
+        ("bhqd,bhkd->bhqk", "bhqk,bgkd->bhqd"),  # ... and of the values
+    ],
+)
+def test_what_only_looks_like_attention_by_einsum(scores, result):
+    """All of batch, heads, queries and keys have one size, so that shapes say nothing."""
+    assert stages(einsum(scores, result), *CUBE)[0] is None
+
+
+def test_heads_and_batch_exchanged_in_an_operand_are_read_so():
+    """Keys stored [H, B, L, D], or scores: attention of what is permuted first."""
+    assert stages(einsum("bhqd,hbkd->bhqk", "bhqk,hbkd->bhqd"), *CUBE)[0] is not None
+    assert stages(einsum("bhqd,bhkd->hbqk", "bhqk,bhkd->bhqd"), *CUBE)[0] is not None
