@@ -3,6 +3,7 @@
 from dsi.patterns.rule import Rule
 
 from .attention import Attention
+from .attention_one_head import AttentionOneHead
 from .cast_chain import CastChain
 from .cast_device import CastDevice
 from .embedding import Embedding
@@ -41,6 +42,7 @@ from .view_spelling import ViewSpelling
 
 RULES: tuple[type[Rule], ...] = (
     Attention,
+    AttentionOneHead,
     CastChain,
     CastDevice,
     Embedding,

@@ -4,8 +4,8 @@ q, k and v are [B, H, *, *], flattened to B·H matrices for the products. The sc
 product's `alpha` (ALiBi, as `baddbmm`), or is not there; scores may be capped by tanh, biased by position, masked by an added mask or by a
 choice, and widened for the softmax. A choice between a score and a number becomes an added bias, which is the same where that number drowns
 every score. Sinks are scores of one more key a head, appended to the others for the softmax and dropped after it.
-Seen in: every model with `attn_implementation="eager"`; `torch.einsum`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), MPT (bias and
-choice), Gemma 2 (cap), GPT-OSS (sinks).
+Seen in: every model with `attn_implementation="eager"`; `torch.einsum`; BLOOM (ALiBi), T5 (bias and mask), GPT-Neo (choice and mask), MPT
+(bias and choice), Gemma 2 (cap), GPT-OSS (sinks).
 """
 
 import math

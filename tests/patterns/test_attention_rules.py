@@ -188,7 +188,6 @@ NEGATIVE = {
         lambda q, k, v: (q @ k.mT).masked_fill(q.sum(-1, keepdim=True) > 0, -1e300).softmax(-1) @ v,
         tuple(t.double() for t in SQUARE),
     ),
-    "rank 3": (lambda q, k, v: attend(q, k, v), tuple(t[0] for t in SQUARE)),
     "the weights are returned": (lambda q, k, v: (lambda w: (w @ v, w))((q @ k.mT * 0.5).softmax(-1)), SQUARE),
 }
 
@@ -345,3 +344,53 @@ def test_heads_and_batch_exchanged_in_an_operand_are_read_so():
     """Keys stored [H, B, L, D], or scores: attention of what is permuted first."""
     assert stages(einsum("bhqd,hbkd->bhqk", "bhqk,hbkd->bhqd"), *CUBE)[0] is not None
     assert stages(einsum("bhqd,bhkd->hbqk", "bhqk,bhkd->bhqd"), *CUBE)[0] is not None
+
+
+ONE_HEAD = (randn(B, S, D), randn(B, L, D), randn(B, L, DV))
+ONE_HEAD_SPELLINGS = {
+    "matmul": (lambda q, k, v: attend(q, k, v), 0.5),
+    "bmm": (lambda q, k, v: torch.bmm((torch.bmm(q, k.mT) / 4).softmax(-1), v), 0.25),
+    "baddbmm": (lambda q, k, v: torch.bmm(torch.baddbmm(torch.zeros(B, S, L), q, k.mT, beta=1, alpha=0.3).softmax(-1), v), 0.3),
+    "einsum": (einsum("bqd,bkd->bqk", "bqk,bkd->bqd"), 0.5),
+    "scale on q": (lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v, 0.3),
+    "batch and heads in one": (lambda q, k, v: attend(*(t.expand(H, *t.shape).reshape(B * H, *t.shape[1:]) for t in (q, k, v))), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", ONE_HEAD_SPELLINGS)
+def test_one_head(name):
+    fn, scale = ONE_HEAD_SPELLINGS[name]
+    node, _ = stages(fn, *ONE_HEAD)
+    assert node is not None and node.kwargs["scale"] == pytest.approx(scale)
+    assert stages(fn, *ONE_HEAD, symbolic=True)[0] is not None or name in ("baddbmm", "batch and heads in one")
+
+
+@pytest.mark.parametrize("shape", [(B, S, L), (1, S, L), (S, L), (B, 1, L), (L,)], ids=str)
+def test_one_head_with_a_mask(shape):
+    node, _ = stages(attend, *ONE_HEAD, randn(*shape))
+    assert node is not None and argument(node, "mask") is not None
+    keep = torch.rand(shape, generator=G) < 0.6
+    keep[..., 0] = True
+    node, _ = stages(lambda q, k, v, m: (q @ k.mT).masked_fill(~m, MIN).softmax(-1) @ v, *ONE_HEAD, keep)
+    assert node is not None and argument(node, "bias") is not None
+
+
+SAME = tuple(randn(3, 3, 3) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q, k, v: attend(q, k, v, dim=1),
+        lambda q, k, v: attend(q, k, v, dim=0),
+        lambda q, k, v: (q @ k.mT).softmax(-1).mT @ v,
+        lambda q, k, v: (q @ k.mT).softmax(-1).transpose(0, 1) @ v,
+        lambda q, k, v: torch.baddbmm(q, q, k.mT, beta=2.0).softmax(-1) @ v,
+        lambda q, k, v: (torch.baddbmm(q, q, k.mT) * 0.5).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT + q + k).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT).masked_fill(v > 0, -5.0).softmax(-1) @ v,
+        lambda q, k, v: (lambda w: (w @ v, w))((q @ k.mT).softmax(-1)),
+    ],
+)
+def test_what_only_looks_like_one_head(fn):
+    assert stages(fn, *SAME)[0] is None

@@ -1,0 +1,94 @@
+"""softmax(q kᵀ · scale + mask) v of q, k and v [B, *, *]   ->   dsi.attention of one head
+
+Products of matrices with one leading dimension: a single head, or batch and heads in one from the start to the end. What may be done with
+the scores is less than what `attention` knows. Seen in: `torch.bmm` and `torch.baddbmm` written by hand; diffusers' attention processors.
+"""
+
+import torch
+from dsi.patterns.rule import Rule
+from dsi.patterns.rules.attention import check_choice, chosen_bias
+from dsi.patterns.rules.cast_chain import widens
+
+
+class AttentionOneHead(Rule):
+    dims = {"q": "B S D", "v": "B L V"}
+    literals = {
+        "scale": (0.3, 2.0),
+        "q_scale": (0.5, 1.5),
+        "fill": (float("-inf"), torch.finfo(torch.float32).min, -5.0),
+        "alpha": (0.25, 1.0),
+        "beta": (1.0, 2.0),
+    }
+    dtypes = {"keep": torch.bool}
+
+    def pattern(self, op, q, k, v, mask, keep, scale, q_scale, fill, alpha, beta, narrow):
+        scaled_q = op.either("q scale", mul=lambda: q * q_scale, div=lambda: q / q_scale, none=lambda: q)
+        rows = op.maybe_contiguous(op.maybe_cast(scaled_q, torch.float32, tag="q wide")).named("rows")
+        wide_k = op.maybe_cast(k, torch.float32, tag="k wide")
+        columns = op.maybe_contiguous(op.either("keys", rows=lambda: op.permute(wide_k, [0, 2, 1]), columns=lambda: wide_k))
+        product = op.either(
+            "product",
+            plain=lambda: op.bmm(rows, columns),
+            biased=lambda: op.baddbmm(mask, rows, columns, beta=beta, alpha=alpha),
+        ).named("product")
+        scores = op.either("scale", mul=lambda: product * scale, div=lambda: product / scale, none=lambda: product)
+        chosen = op.either(
+            "choice",
+            where=lambda: op.where(keep, scores, fill),
+            masked_fill=lambda: op.masked_fill(scores, keep, fill),
+            none=lambda: scores,
+        )
+        masked = op.either("mask", added=lambda: chosen + mask, none=lambda: chosen)
+        softmax = op.softmax(op.maybe_cast(masked, torch.float32, tag="wide"), -1)
+        weights = op.maybe_contiguous(op.maybe_cast(softmax, narrow, tag="narrow")).named("weights")
+        return op.bmm(weights, op.maybe_contiguous(v))
+
+    def check(self, m):
+        q, scores = m.dtype("q"), m.shape("product")
+        keys = (m.size("B"), m.size("L"), m.size("D"))
+        k = keys if m.tag("keys") == "rows" else (keys[0], keys[2], keys[1])
+        m.require(m.same(m.shape("k"), k), f"the keys are {list(m.shape('k'))}, not {list(k)}")
+        m.require(q.is_floating_point, f"q is {q}")
+        m.require(
+            q == m.dtype("k") == m.dtype("v") == m.output().dtype,
+            f"q, k, v and the result differ in dtype: {q}, {m.dtype('k')}, {m.dtype('v')}",
+        )
+        for tag in ("q wide", "k wide", "wide"):
+            m.require(m.cast(tag) is None or widens(q, m.cast(tag)), f"it is computed in {m.cast(tag)}, which rounds values of {q}")
+        m.require(m.dtype("weights") == q, f"the weights of the sum are {m.dtype('weights')}, v is {q}")
+        for name in ("scale", "q_scale", "alpha"):
+            m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")
+        if m.present("mask"):
+            m.require(m.dtype("mask").is_floating_point, f"the mask that is added is {m.dtype('mask')}")
+            m.require(
+                m.broadcasts(m.shape("mask"), scores), f"the mask {list(m.shape('mask'))} does not surely broadcast to {list(scores)}"
+            )
+        if m.tag("product") == "biased":
+            m.require(m.tag("mask") == "none" and not m.present("keep"), "more than one term is added to the scores")
+            m.require(m.beta == 1, f"the bias counts {m.beta} times")
+            m.require(m.tag("scale") == "none", "the bias is scaled with the scores")
+        if m.present("keep"):
+            check_choice(m, scores)
+
+    def rewrite(self, dsi, m):
+        def one_head(x):
+            return dsi.aten.unsqueeze(x, 1) if dsi.value(x).dim() == 3 else x
+
+        scale = 1.0
+        for factor, tag in ((m.q_scale, m.tag("q scale")), (m.scale, m.tag("scale")), (m.alpha, "mul" if m.present("alpha") else "none")):
+            scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
+        k = m.k if m.tag("keys") == "rows" else dsi.aten.permute(m.k, [0, 2, 1])
+        mask = one_head(m.mask) if m.present("mask") else None
+        bias = one_head(chosen_bias(dsi, m, inverted=m.tag("choice") == "masked_fill")) if m.present("keep") else None
+        result = dsi.attention(one_head(m.q), one_head(k), one_head(m.v), mask, bias, None, scale=float(scale))
+        return dsi.aten.squeeze(result, 1)
+
+    def sample(self, s):
+        b, t, length, d = s.size("B"), s.size("S"), s.size("L"), s.size("D")
+        return {
+            **s.defaults(),
+            "narrow": s.dtype,
+            "k": s.tensor_of([b, length, d] if s.chosen("keys") == "rows" else [b, d, length]),
+            "mask": s.tensor_of(s.pick(([b, t, length], [1, t, length], [t, length], [b, 1, length]))),
+            "keep": s.mask_of(s.pick(([b, t, length], [1, t, length], [t, length])), invert=s.chosen("choice") == "masked_fill"),
+        }
