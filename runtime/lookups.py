@@ -28,8 +28,9 @@ def begin(device: torch.device) -> None:
         if _thread is None:
             # Imported here: threads that import parts of one package at once may see modules half made.
             looks = [_attempt(functools.partial(find, device)) for find in (_key, _version, _folders)]
-            _thread = threading.Thread(target=lambda: [_attempt(look) for look in looks if look], name="dsi-lookups", daemon=True)
-            _thread.start()
+            thread = threading.Thread(target=lambda: [_attempt(look) for look in looks if look], name="dsi-lookups", daemon=True)
+            _attempt(thread.start)  # there may be as many threads as there can be
+            _thread = thread if thread.ident is not None else None  # now: who waits may join none that has not started
 
 
 def wait() -> None:

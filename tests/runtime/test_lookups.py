@@ -1,5 +1,7 @@
 """What Triton looks up once a process is found out by a thread, and found again by whoever asks after that."""
 
+import threading
+
 import pytest
 import torch
 from dsi.compiler.execute import begin
@@ -30,6 +32,28 @@ def test_one_thread_a_process(monkeypatch):
         lookups.begin(torch.device("cuda", 0))
         lookups.wait()
     assert looked == [torch.device("cuda", 0)]
+
+
+def test_who_waits_while_the_thread_starts(monkeypatch):
+    class Starting(threading.Thread):
+        def start(self):
+            lookups.wait()  # as another thread may just then
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Starting)
+    lookups.begin(torch.device("cuda", 0))
+    lookups.wait()
+    assert lookups._thread is not None and not lookups._thread.is_alive()
+
+
+def test_a_thread_that_cannot_start_stops_nothing(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    lookups.begin(torch.device("cuda", 0))
+    lookups.wait()
+    assert lookups._thread is None
 
 
 def test_what_fails_in_the_thread_stops_nothing_else(monkeypatch, caplog):
