@@ -65,7 +65,7 @@ def explain(
     except Exception as error:
         if model.suffix == ".py":
             raise  # the file's own, or a bug: the trace says where
-        words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        words = _words(getattr(error, "inner_exception", error))  # Dynamo's own begins with a line that says nothing
         typer.echo(
             f"dsi: the model of {model} does not run on token ids alone ({words}); "
             "write a Python file with a function example() that returns (model, args, kwargs)",
@@ -118,6 +118,10 @@ def generate(
     notes.print(f"[dim]{made}[/dim]")
 
 
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
 def _console() -> Any:
     from rich.console import Console
 
@@ -134,6 +138,7 @@ def _from_python(path: Path) -> tuple[Any, tuple, dict[str, Any]]:
         raise DsiError(f"there is no Python file {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.resolve().parent))  # as Python does with a script: what lies beside it can be imported
     spec.loader.exec_module(module)
     example = getattr(module, "example", None)
     if not callable(example):
@@ -156,6 +161,8 @@ def _from_python(path: Path) -> tuple[Any, tuple, dict[str, Any]]:
 def _from_config(path: Path, batch: int, length: int) -> tuple[Any, tuple, dict[str, Any]]:
     from dsi.ir.errors import DsiError
 
+    if not path.exists():
+        raise DsiError(f"there is no file or folder {path}")
     if not (path / "config.json").is_file() and not (path.is_file() and path.suffix == ".json"):
         raise DsiError(f"{path} is neither a Python file, nor a config.json, nor a folder with one")
     try:
@@ -163,7 +170,10 @@ def _from_config(path: Path, batch: int, length: int) -> tuple[Any, tuple, dict[
         import transformers
     except ImportError as error:
         raise DsiError(f"a Hugging Face model needs transformers: pip install 'dsi[hf]' ({error})") from None
-    config = transformers.AutoConfig.from_pretrained(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise DsiError(f"transformers makes no configuration of {path} ({_words(error)})") from None
     both = getattr(config, "is_encoder_decoder", False)
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping and not both
     named = next((cls for name in config.architectures or () if (cls := getattr(transformers, name, None)) is not None), None)

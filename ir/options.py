@@ -58,6 +58,13 @@ class Options(BaseModel):
         "auto", description="'auto': by device. 'reference': every operator runs as its reference, for checking; never fast."
     )
 
+    @field_validator("fuel", "tuning", "group_size", "quantize_groups", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("give a number")
+        return value
+
     @field_validator("dtype", "activations", mode="before")
     @classmethod
     def _int8(cls, value: Any) -> Any:

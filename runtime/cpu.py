@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from dsi.ir.context import Context
 from torch import fx
 
@@ -14,6 +15,7 @@ from . import inductor_api
 from .deduplicate import deduplicate
 from .expand import CPU_EXPANSIONS, expand
 from .kernels import print_kernels
+from .program import interpret
 from .timing import timed
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -34,13 +36,14 @@ def compile_cpu(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Cont
     if context.options.dump is not None:
         with timed(context, "kernels"):
             print_kernels(context)
+    if any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in example_inputs):
+        # Nothing is computed there, and passes of Inductor's take values without numbers for constants.
+        return interpret(gm, example_inputs, context)
     if inductor_api.cpp_compiler() is None:
         if not _warned.is_set():
             _warned.set()
             warnings.warn(NO_COMPILER, stacklevel=2)
         context.report.notes.append(NO_COMPILER)
-        from .program import interpret
-
         return interpret(gm, example_inputs, context)
     fake_mode = inductor_api.fake_mode_of(example_inputs) or context.fake_mode
     if fake_mode is None:

@@ -62,9 +62,9 @@ def test_a_file_with_neither(tmp_path):
 )
 def test_a_configuration_of_another_kind(tmp_path, config, words):
     config.save_pretrained(tmp_path)
-    result = run(tmp_path, "--length", "5")
+    result = run(tmp_path, "--length", "5", "--dump", tmp_path / "dump")
     assert result.exit_code == 0, result.output
-    assert words in result.output
+    assert words in result.output and list(tmp_path.glob("dump/graph_000/kernels/*.py"))
 
 
 def test_a_configuration_of_any_size_takes_no_memory(tmp_path):
@@ -81,6 +81,28 @@ def test_a_configuration_that_takes_no_ids(tmp_path):
     result = run(tmp_path)
     assert result.exit_code == 1 and "does not run on token ids alone" in result.output and "example()" in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there is no file or folder"),
+        ("{", "transformers makes no configuration of"),
+        ("{}", "transformers makes no configuration of"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read(tmp_path, text, words):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    result = run(tmp_path / "config.json")
+    assert result.exit_code == 1 and f"dsi: {words}" in result.output and "token ids" not in result.output
+
+
+def test_a_file_imports_what_lies_beside_it(tmp_path):
+    (tmp_path / "lies_beside.py").write_text(FILE.format(inputs="(torch.randn(3, 8),)"))
+    (tmp_path / "small.py").write_text("from lies_beside import inputs, model\n")
+    result = run(tmp_path / "small.py")
+    assert result.exit_code == 0 and "layer_norm + linear" in result.output, result.output
 
 
 def test_the_module_is_a_command_too(tmp_path):
