@@ -135,7 +135,7 @@ def _own_generate(module: Any, options: dict[str, Any]) -> _Call:
         calls += 1
         return run(*args, **kwargs)
 
-    kind = stand_in_class(type(module), forward)
+    kind = stand_in_class(module, forward)
 
     @functools.wraps(module.generate, updated=())
     def generate(*args: Any, **kwargs: Any) -> Any:

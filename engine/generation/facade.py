@@ -37,7 +37,7 @@ class Facade:
             return run(*args, **kwargs)
 
         forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]  # looked at several times a call
-        self._kind = stand_in_class(type(model), forward, **_members(type(model), sample, check, self._encoder, Merged()))
+        self._kind = stand_in_class(model, forward, **_members(type(model), sample, check, self._encoder, Merged()))
         self._encoders: dict[int, tuple[nn.Module, type]] = {}
 
     def stand_in(self) -> Any:
@@ -47,7 +47,7 @@ class Facade:
     def _encoder(self, encoder: Any) -> Any:
         known = self._encoders.get(id(encoder))
         if known is None or known[0] is not encoder:
-            kind = stand_in_class(type(encoder), compiled_forward(encoder, self.options))
+            kind = stand_in_class(encoder, compiled_forward(encoder, self.options))
             known = self._encoders[id(encoder)] = (encoder, kind)
         return stand_in(encoder, known[1])
 

@@ -8,11 +8,18 @@ from typing import Any
 from torch import nn
 
 
-def stand_in_class(base: type, forward: Callable[..., Any], **members: Any) -> type:
-    """A class with the name of `base`, which libraries look at, whose modules run `forward` when they are called."""
+def stand_in_class(module: nn.Module, forward: Callable[..., Any], **members: Any) -> type:
+    """A class with the name of the module's, which libraries look at. Seen as one of it, `module` runs `forward` when it is called; what
+    is copied from that is a module of its own, and runs its own."""
+    base: Any = type(module)
+
+    def run(self: Any) -> Any:
+        own = vars(self)
+        return forward if own is vars(module) else own.get("forward") or base.forward.__get__(self)
+
     # A property comes before what is in an instance's dict, where a wrapped forward may be.
-    own = {"forward": property(lambda self: forward), "__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (base,), {**members, **own})
+    made = {"forward": property(run), "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), {**members, **made})
 
 
 def stand_in(module: nn.Module, kind: type) -> Any:

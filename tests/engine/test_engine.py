@@ -96,6 +96,23 @@ def test_a_generate_of_the_modules_own_calls_the_compiled_forward(ids):
         engine.generate(ids.to(engine.device), 2, call=False)
 
 
+class Guided(Writer):
+    """One that generates with a copy of itself that it has written to."""
+
+    def generate(self, ids):
+        draft = copy.deepcopy(self)
+        with torch.no_grad():
+            draft.head.weight.neg_()
+        return (self(ids) - draft(ids)).argmax(-1)
+
+
+def test_a_copy_that_a_generate_makes_is_a_module_of_its_own(ids):
+    module = Guided()
+    expected = module.generate(ids)
+    engine = init_inference(module, **INJECT)
+    assert torch.equal(engine.generate(ids.to(engine.device)).cpu(), expected)
+
+
 def test_without_kernel_inject_nothing_is_compiled(ids):
     module = zoo.decoder("llama")
     engine = init_inference(module, dtype=torch.float32)
