@@ -8,6 +8,7 @@ from dsi.patterns.rule import Rule
 from dsi.patterns.rules.cast_chain import CastChain
 from dsi.patterns.rules.cast_device import CastDevice
 from dsi.patterns.rules.filled_parts import FilledParts
+from dsi.patterns.rules.kept_dimension import KeptDimension
 from dsi.patterns.rules.moved_units import MovedUnits
 from dsi.patterns.rules.neutral_element import NeutralElement
 from dsi.patterns.rules.no_op_cast import NoOpCast
@@ -20,6 +21,7 @@ from dsi.patterns.rules.softmax_cast import SoftmaxCast
 from dsi.patterns.rules.softmax_view import SoftmaxView
 from dsi.patterns.rules.split_spelling import SplitSpelling
 from dsi.patterns.rules.squeezed_permute import SqueezedPermute
+from dsi.patterns.rules.sum_of_mean import SumOfMean
 from dsi.patterns.rules.transpose_spelling import TransposeSpelling
 from dsi.patterns.rules.unsqueezed_view import UnsqueezedView
 from dsi.patterns.rules.view_chain import ViewChain
@@ -47,6 +49,8 @@ RULES: tuple[type[Rule], ...] = (
     PermuteChain,
     MovedUnits,
     OuterProduct,
+    SumOfMean,
+    KeptDimension,
     SoftmaxView,
     FilledParts,
 )

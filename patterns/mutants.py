@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def changed(value: Any) -> Any:
     if isinstance(value, int):
         return value + 1
     if isinstance(value, float):
-        return value * 1.5 + 0.25 if value in (0.0, 1.0) or abs(value) >= 0.01 else value * 10
+        return value * 1.5 + math.copysign(0.25, value) if value == 0 or abs(value) >= 0.01 else value * 10
     if isinstance(value, str):
         return next((words[(words.index(value) + 1) % len(words)] for words in _WORDS if value in words), None)
     if isinstance(value, torch.dtype):

@@ -10,6 +10,7 @@ from .embedding import Embedding
 from .filled_parts import FilledParts
 from .gated import Gated
 from .gelu import Gelu
+from .kept_dimension import KeptDimension
 from .kv_write import KvWrite
 from .layer_norm import LayerNorm
 from .layer_norm_spelled import LayerNormSpelled
@@ -34,6 +35,7 @@ from .softmax_cast import SoftmaxCast
 from .softmax_view import SoftmaxView
 from .split_spelling import SplitSpelling
 from .squeezed_permute import SqueezedPermute
+from .sum_of_mean import SumOfMean
 from .tanh import Tanh
 from .transpose_spelling import TransposeSpelling
 from .unsqueezed_view import UnsqueezedView
@@ -49,6 +51,7 @@ RULES: tuple[type[Rule], ...] = (
     FilledParts,
     Gated,
     Gelu,
+    KeptDimension,
     KvWrite,
     LayerNorm,
     LayerNormSpelled,
@@ -75,6 +78,7 @@ RULES: tuple[type[Rule], ...] = (
     SoftmaxView,
     SplitSpelling,
     SqueezedPermute,
+    SumOfMean,
     Tanh,
     TransposeSpelling,
     UnsqueezedView,

@@ -75,6 +75,31 @@ case("rms: half throughout", {"rms_norm": 1}, X.to(BF), W.to(BF))(rms)
 case("rms: product of the narrow x", {"rms_norm": 1}, X.to(BF), W.to(BF))(
     lambda x, w: w * (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(BF)
 )
+case("rms: no keepdim", {"rms_norm": 1}, X, W)(lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1) + 1e-6).unsqueeze(-1) * w)
+case("rms: no keepdim, None", {"rms_norm": 1}, X, W)(lambda x, w: x / ((x * x).mean(2)[..., None] + 1e-6).sqrt() * w)
+case("rms: no keepdim, cast", {"rms_norm": 1}, X.to(BF), W.to(BF))(
+    lambda x, w: w * (lambda y: y * torch.rsqrt(y.pow(2).mean(-1) + 1e-6)[:, :, None])(x.float()).to(BF)
+)
+case("rms: sum over size", {"rms_norm": 1}, X, W)(lambda x, w: x / torch.sqrt((x * x).sum(-1, keepdim=True) / 10 + 1e-6) * w)
+case("rms: sum over size, no keepdim", {"rms_norm": 1}, X, W)(
+    lambda x, w: x * torch.rsqrt((x * x).sum(-1) / x.shape[-1] + 1e-6)[..., None] * w
+)
+CUBE = randn(4, 4, 4)
+case("not rms: made elsewhere", {"rms_norm": 0, "kept_dimension": 0}, CUBE)(
+    lambda x: x * torch.rsqrt(x.pow(2).mean(-1) + 1e-6).unsqueeze(1)
+)
+case("not rms: kept in the middle", {"rms_norm": 0}, CUBE)(lambda x: x * torch.rsqrt(x.pow(2).mean(1) + 1e-6).unsqueeze(1))
+case("not rms: kept in front", {"rms_norm": 0, "kept_dimension": 0}, CUBE)(lambda x: x * torch.rsqrt(x.pow(2).mean(-1) + 1e-6))
+case("not rms: sum over another size", {"rms_norm": 0, "sum_of_mean": 0}, X)(
+    lambda x: x / torch.sqrt((x * x).sum(-1, keepdim=True) / 3 + 1e-6)
+)
+case("not rms: sum of two dimensions", {"rms_norm": 0, "sum_of_mean": 0}, X)(
+    lambda x: x / torch.sqrt((x * x).sum((1, 2), keepdim=True) / 10 + 1e-6)
+)
+case("not rms: sum in half", {"rms_norm": 0, "sum_of_mean": 0}, X.to(BF))(
+    lambda x: x / torch.sqrt((x * x).sum(-1, keepdim=True) / 10 + 1e-6)
+)
+case("not rms: eps outside the root", {"rms_norm": 0}, X)(lambda x: x / ((x * x).mean(-1, keepdim=True).sqrt() + 1e-3))
 case("not rms: offset added in half", {"rms_norm": 1}, X.to(BF), W.to(BF))(lambda x, w: (rms(x.float(), 1.0) * (1.0 + w)).to(BF))
 case("not rms: other axis", {"rms_norm": 0}, randn(2, 10, 10), W)(lambda x, w: rms(x, w, dim=1))
 case("not rms: mean of another tensor", {"rms_norm": 0}, X, X + 1)(lambda x, y: x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
@@ -140,6 +165,14 @@ def spelled(x, w, b, dim=-1, correction=0):
 case("layer norm spelled: var", {"layer_norm_spelled": 1}, X, W, B10)(spelled)
 case("layer norm spelled: squares", {"layer_norm_spelled": 1}, X, W, B10)(
     lambda x, w, b: (lambda d: b + w * (d * torch.rsqrt((d * d).mean(-1, keepdim=True) + 1e-5)))(x - x.mean(-1, keepdim=True))
+)
+
+
+case("layer norm spelled: no keepdim", {"layer_norm_spelled": 1}, X, W, B10)(
+    lambda x, w, b: (x - x.mean(-1)[..., None]) / torch.sqrt(x.var(-1, unbiased=False) + 1e-5).unsqueeze(-1) * w + b
+)
+case("not layer norm: unbiased, no keepdim", {"layer_norm_spelled": 0}, X)(
+    lambda x: (x - x.mean(-1)[..., None]) / torch.sqrt(x.var(-1) + 1e-5).unsqueeze(-1)
 )
 
 

@@ -42,7 +42,7 @@ def test_mutants_cover_the_literals_of_a_rewrite():
     assert {f"dsi.rms_norm.default: argument {name} changed" for name in ("eps", "offset", "cast")} <= faults
 
 
-@pytest.mark.parametrize("literal", [True, 3, 1e-6, 0.5, 0.0, "gelu_tanh", "before", "half", torch.float32, [1, 0]])
+@pytest.mark.parametrize("literal", [True, 3, 1e-6, 0.5, -0.5, 0.0, "gelu_tanh", "before", "half", torch.float32, [1, 0]])
 def test_a_changed_literal_is_another_of_its_kind(literal):
     other = changed(literal)
     assert type(other) is type(literal)
