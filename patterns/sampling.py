@@ -16,13 +16,20 @@ T = TypeVar("T")
 _PRIMES = (2, 3, 5, 7, 11, 13)
 _LEADING = (2, 2, 1, 3)  # how many dimensions `...` stands for: a rule must not count on it
 _SCALES = (1.0, 1e-3, 4.0)  # of the tensors: the small one makes an epsilon matter
+_FAR = 64.0  # and the large one a bound: most of it is beyond the clamps and caps that models have
 
 
 class Sampler:
     """Draws one set of values: sizes are distinct primes (or 1), tensors are normal. What it draws depends on the seed alone."""
 
     def __init__(
-        self, compiled: Compiled, branches: Mapping[str, str], dtype: torch.dtype, seed: int, literals: Mapping[str, Any] | None = None
+        self,
+        compiled: Compiled,
+        branches: Mapping[str, str],
+        dtype: torch.dtype,
+        seed: int,
+        literals: Mapping[str, Any] | None = None,
+        far: bool = False,
     ):
         self._compiled, self._branches = compiled, branches
         self._literals = literals or {}  # instead of those that the rule lists
@@ -30,7 +37,7 @@ class Sampler:
         """The dtype under test."""
         self._random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
-        self._scale = _SCALES[seed % len(_SCALES)]
+        self._scale = _FAR if far else _SCALES[seed % len(_SCALES)]
         self._primes = list(_PRIMES)
         self._random.shuffle(self._primes)
         self._sizes: dict[str, int] = {}

@@ -83,6 +83,37 @@ def test_a_wrong_rule_is_told_with_line_branches_and_sample(fault, sentence):
     assert "seed" in text
 
 
+class Clamped(Rule):
+    dims = {"x": "... D"}
+    literals = {"c": (2.0, 20.0)}
+
+    def pattern(self, op, x, c):
+        return op.call(torch.ops.aten.clamp.default, x, -20.0, c)
+
+    def rewrite(self, dsi, m):
+        return dsi.call(torch.ops.aten.clamp.default, m.x, max=m.c)
+
+
+def test_a_bound_that_is_dropped_is_found_beyond_it():
+    with pytest.raises(VerificationError, match=r"in float64 .* far seed"):
+        verify(Clamped)
+
+
+class Unshifted(Rule):
+    dims = {"x": "... D"}
+
+    def pattern(self, op, x):
+        wide = op.exp(x)
+        return wide / op.sum(wide, [-1], True)
+
+    def rewrite(self, dsi, m):
+        return dsi.call(torch.ops.aten._softmax.default, m.x, -1, False)
+
+
+def test_what_the_pattern_overflows_with_may_be_finite():
+    assert verify(Unshifted).accepted == {"unshifted": 72}
+
+
 def test_rounding_to_half_too_early_is_found():
     def rewrite(self, dsi, m):
         narrow = dsi.aten.cast(m.x, torch.bfloat16)
