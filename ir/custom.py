@@ -70,8 +70,8 @@ def custom_op(name: str, reference: Function, *, kernel: Function | None = None,
     results without computing (`torch.library.register_fake`); without it the reference says them.
 
     Results are tensors, contiguous, each in memory of its own. Raises `DsiError` for a name that is taken or malformed, for parameters
-    without annotations, for results that are no tensors, and for a kernel whose parameters are not the reference's; tracing a call raises
-    it for a reference that writes to an argument.
+    without annotations, for results that are no tensors, and for a kernel whose parameters are not the reference's; tracing a call (with
+    `fake`, the first one) raises it for a reference that writes to an argument.
     """
     for what, function in (("reference", reference), ("kernel", kernel), ("fake", fake)):
         if function is not None and not callable(function):
@@ -97,13 +97,16 @@ def custom_op(name: str, reference: Function, *, kernel: Function | None = None,
             f"{list(inspect.signature(reference).parameters)}"
         )
     plain = _own_memory(reference)
+    unwritten = _unwritten(name, plain)
+    if fake is not None:  # else it is found out when the reference says the shapes
+        plain = _at_first(unwritten, plain)
     library = torch.library.Library(namespace, "FRAGMENT")
     _libraries.append(library)  # it unregisters the operator when it is collected
     library.define(f"{short}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(short, plain, "CompositeExplicitAutograd")
     if kernel is not None:
         library.impl(short, _own_memory(kernel), "CUDA")
-    torch.library.register_fake(name, _own_memory(fake) if fake is not None else _unwritten(name, plain), lib=library)
+    torch.library.register_fake(name, _own_memory(fake) if fake is not None else unwritten, lib=library)
     operator = CustomOp(name, getattr(getattr(torch.ops, namespace), short).default, plain, kernel)
     CUSTOM[spelled] = operator
     return operator
@@ -168,6 +171,20 @@ def _unwritten(name: str, function: Function) -> Function:
         with _Unwritten(name, [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]):
             return function(*args, **kwargs)
 
+    return computed
+
+
+def _at_first(checked: Function, function: Function) -> Function:
+    """`function`, whose calls are `checked` until one ends: each operator in it costs more there."""
+    done = False
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        result = (function if done else checked)(*args, **kwargs)
+        done = True
+        return result
+
+    computed.__wrapped__ = function  # type: ignore[attr-defined]
     return computed
 
 

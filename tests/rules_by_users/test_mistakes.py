@@ -208,6 +208,16 @@ def test_a_reference_that_writes_to_an_argument_is_refused_in_a_model():
         torch.compile(lambda x: grown_op(x) + x, backend="dsi", options={"executor": "reference"})(x)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"executor": "reference"}])
+def test_so_is_one_whose_shapes_are_said_by_another_function(options):
+    op = dsi.custom_op(f"mistakes::grown_with_a_fake_{len(options)}", grown, fake=torch.empty_like)
+    with pytest.raises(Exception, match=r"with_a_fake_.: the reference writes to an argument"):
+        torch.compile(lambda x: op(x) + x, backend="dsi", options=options)(torch.randn(3, 4))
+    with pytest.raises(dsi.DsiError, match="writes to an argument"):
+        op(torch.randn(3, 4))
+
+
 def parts(x: Tensor) -> list[Tensor]:
     y = x * 2
     return [x, y, y.view(-1)]
