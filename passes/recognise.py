@@ -6,6 +6,7 @@ from dsi.ir.context import Context
 from dsi.patterns.engine import apply_rules
 from dsi.patterns.rule import Rule
 from dsi.patterns.rules.attention import Attention
+from dsi.patterns.rules.attention_grouped import AttentionGrouped
 from dsi.patterns.rules.attention_one_head import AttentionOneHead
 from dsi.patterns.rules.embedding import Embedding
 from dsi.patterns.rules.gated import Gated
@@ -32,6 +33,7 @@ from torch import fx
 # Run once, in this order: what contains another rule's pattern comes before it, what builds on its operator after it.
 RULES: tuple[type[Rule], ...] = (
     Attention,
+    AttentionGrouped,
     AttentionOneHead,
     RepeatedHeads,
     LayerNormSpelled,

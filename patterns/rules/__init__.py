@@ -3,6 +3,7 @@
 from dsi.patterns.rule import Rule
 
 from .attention import Attention
+from .attention_grouped import AttentionGrouped
 from .attention_one_head import AttentionOneHead
 from .cast_chain import CastChain
 from .cast_device import CastDevice
@@ -44,6 +45,7 @@ from .view_spelling import ViewSpelling
 
 RULES: tuple[type[Rule], ...] = (
     Attention,
+    AttentionGrouped,
     AttentionOneHead,
     CastChain,
     CastDevice,

@@ -121,7 +121,7 @@ class Attention(Rule):
         }
         for name, shape in {"q": (b, h, s, d), "k": k, "v": (b, h, length, dv)}.items():
             m.require(
-                free.get(name) or m.same(_without_ones(m, m.shape(name)), _without_ones(m, shape)),
+                free.get(name) or m.same(without_ones(m, m.shape(name)), without_ones(m, shape)),
                 f"{name} is {list(m.shape(name))} where the scores are {[b, h, s, length]}",
             )
         matrices = {
@@ -253,6 +253,6 @@ def chosen_bias(dsi, m, inverted):
     return dsi.call(torch.ops.aten.where.Scalar, m.keep, *((m.fill, 0.0) if inverted else (0.0, m.fill)))
 
 
-def _without_ones(m, shape):
+def without_ones(m, shape):
     """The sizes that are not 1."""
     return [size for size in shape if not m.same(size, 1)]

@@ -394,3 +394,55 @@ SAME = tuple(randn(3, 3, 3) for _ in range(3))
 )
 def test_what_only_looks_like_one_head(fn):
     assert stages(fn, *SAME)[0] is None
+
+
+N = 2
+GROUPED = (randn(B, H, N, S, D), K, V)
+GROUPED_BY_ROWS = (randn(B, S, H, N, D), randn(B, L, H, D), randn(B, L, H, DV))
+GROUPED_SPELLINGS = {
+    "einsum": (einsum("bgnqd,bgkd->bgnqk", "bgnqk,bgkd->bgnqd"), GROUPED),
+    "einsum by rows": (einsum("bqgnd,bkgd->bgnqk", "bgnqk,bkgd->bqgnd"), GROUPED_BY_ROWS),
+    "unsqueezed": (lambda q, k, v: attend(q, k.unsqueeze(2), v.unsqueeze(2)), GROUPED),
+    "keys transposed first": (lambda q, k, v: (q @ k.mT.unsqueeze(2) * 0.5).softmax(-1) @ v.unsqueeze(2), GROUPED),
+    "heads apart for the products": (
+        lambda q, k, v: einsum("bgnqd,bgkd->bgnqk", "bgnqk,bgkd->bgnqd")(q.view(B, H, N, S, D), k, v).reshape(B, H * N, S, DV),
+        (randn(B, H * N, S, D), K, V),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED_SPELLINGS)
+def test_heads_in_groups(name):
+    fn, args = GROUPED_SPELLINGS[name]
+    node, _ = stages(fn, *args)
+    assert node.kwargs["scale"] == 0.5
+    assert [tuple(a.meta["val"].shape) for a in node.args[:3]] == [(B, H * N, S, D), (B, H, L, D), (B, H, L, DV)], "keys are not repeated"
+
+
+@pytest.mark.parametrize("shape", [(B, 1, 1, S, L), (1, 1, 1, 1, L), (1, 1, S, L), (S, L)], ids=str)
+def test_heads_in_groups_with_a_mask(shape):
+    mask = randn(*shape)
+    node, _ = stages(lambda q, k, v, m: attend(q, k.unsqueeze(2), v.unsqueeze(2), m), *GROUPED, mask)
+    assert node is not None and argument(node, "mask") is not None
+    node, _ = stages(lambda q, k, v, m: (q @ k.unsqueeze(2).mT).masked_fill(m, MIN).softmax(-1) @ v.unsqueeze(2), *GROUPED, mask > 1)
+    assert node is not None and argument(node, "bias") is not None
+
+
+GROUPS = (randn(3, 3, 3, 3, 3), CUBE[0][..., :3].contiguous(), CUBE[1][..., :3].contiguous())
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q, k, v: attend(q, k.unsqueeze(1), v.unsqueeze(1)),  # groups of the other order
+        lambda q, k, v: attend(q, k.unsqueeze(2), v.unsqueeze(1)),
+        lambda q, k, v: attend(q, k.unsqueeze(2), v.unsqueeze(2), dim=3),
+        lambda q, k, v: attend(q, k.unsqueeze(2), v.unsqueeze(2), dim=2),
+        lambda q, k, v: attend(q, k.unsqueeze(2), v.unsqueeze(2), q),  # a mask of each head
+        einsum("bgnqd,bgkd->bgqnk", "bgnqk,bgkd->bgnqd"),  # queries taken for heads
+        einsum("bgnqd,bgkd->bgnqk", "bgnqk,bnkd->bgnqd"),  # values of other heads
+        einsum("bgnqd,bnkd->bgnqk", "bgnqk,bgkd->bgnqd"),
+    ],
+)
+def test_what_only_looks_like_heads_in_groups(fn):
+    assert stages(fn, *GROUPS)[0] is None
