@@ -20,6 +20,7 @@ from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.softmax_cast import SoftmaxCast
 from dsi.patterns.rules.softmax_view import SoftmaxView
 from dsi.patterns.rules.split_spelling import SplitSpelling
+from dsi.patterns.rules.squared_length import SquaredLength
 from dsi.patterns.rules.squeezed_permute import SqueezedPermute
 from dsi.patterns.rules.sum_of_mean import SumOfMean
 from dsi.patterns.rules.transpose_spelling import TransposeSpelling
@@ -49,6 +50,7 @@ RULES: tuple[type[Rule], ...] = (
     PermuteChain,
     MovedUnits,
     OuterProduct,
+    SquaredLength,
     SumOfMean,
     KeptDimension,
     SoftmaxView,

@@ -23,6 +23,7 @@ from dsi.patterns.rules.relu import Relu
 from dsi.patterns.rules.repeated_heads import RepeatedHeads
 from dsi.patterns.rules.rms_norm import RmsNorm
 from dsi.patterns.rules.rms_norm_fused import RmsNormFused
+from dsi.patterns.rules.rms_norm_length import RmsNormLength
 from dsi.patterns.rules.rope import Rope
 from dsi.patterns.rules.rope_parts import RopeParts
 from dsi.patterns.rules.silu import Silu
@@ -40,6 +41,7 @@ RULES: tuple[type[Rule], ...] = (
     LayerNorm,
     RmsNorm,
     RmsNormFused,
+    RmsNormLength,
     LinearFlattened,
     LinearBatched,
     Linear,

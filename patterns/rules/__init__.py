@@ -29,12 +29,14 @@ from .relu import Relu
 from .repeated_heads import RepeatedHeads
 from .rms_norm import RmsNorm
 from .rms_norm_fused import RmsNormFused
+from .rms_norm_length import RmsNormLength
 from .rope import Rope
 from .rope_parts import RopeParts
 from .silu import Silu
 from .softmax_cast import SoftmaxCast
 from .softmax_view import SoftmaxView
 from .split_spelling import SplitSpelling
+from .squared_length import SquaredLength
 from .squeezed_permute import SqueezedPermute
 from .sum_of_mean import SumOfMean
 from .tanh import Tanh
@@ -73,12 +75,14 @@ RULES: tuple[type[Rule], ...] = (
     RepeatedHeads,
     RmsNorm,
     RmsNormFused,
+    RmsNormLength,
     Rope,
     RopeParts,
     Silu,
     SoftmaxCast,
     SoftmaxView,
     SplitSpelling,
+    SquaredLength,
     SqueezedPermute,
     SumOfMean,
     Tanh,

@@ -99,6 +99,22 @@ case("not rms: sum of two dimensions", {"rms_norm": 0, "sum_of_mean": 0}, X)(
 case("not rms: sum in half", {"rms_norm": 0, "sum_of_mean": 0}, X.to(BF))(
     lambda x: x / torch.sqrt((x * x).sum(-1, keepdim=True) / 10 + 1e-6)
 )
+case("rms: length", {"rms_norm_length": 1}, X, W)(lambda x, w: x / (x.norm(dim=-1, keepdim=True) * 10**-0.5) * w)
+case("rms: length by root", {"rms_norm_length": 1}, X)(lambda x: x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) / math.sqrt(10)))
+case("rms: squared length", {"rms_norm": 1}, X, W)(
+    lambda x, w: x * torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2 / 10 + 1e-6) * w
+)
+case("rms: squared length, no keepdim", {"rms_norm": 1}, X)(lambda x: x * torch.rsqrt(x.norm(dim=-1) ** 2 / 10 + 1e-6)[..., None])
+NO_LENGTH = {"rms_norm_length": 0, "rms_norm": 0}
+case("not rms: length and eps", NO_LENGTH, X)(lambda x: x / (x.norm(dim=-1, keepdim=True) * 10**-0.5 + 1e-3))
+case("not rms: length of another size", NO_LENGTH, X)(lambda x: x / (x.norm(dim=-1, keepdim=True) * 3**-0.5))
+case("not rms: length of another dimension", NO_LENGTH, CUBE)(lambda x: x / (x.norm(dim=1, keepdim=True) * 4**-0.5))
+case("not rms: sum of sizes", NO_LENGTH, X)(lambda x: x / (x.norm(1, dim=-1, keepdim=True) * 10**-0.5))
+case("not rms: squared sum of sizes", NO_LENGTH, X)(lambda x: x * torch.rsqrt(x.norm(1, dim=-1, keepdim=True) ** 2 / 10 + 1e-6))
+case("not rms: length in half", {**NO_LENGTH, "squared_length": 0}, X.to(BF))(
+    lambda x: x * torch.rsqrt(x.norm(dim=-1, keepdim=True) ** 2 / 10 + 1e-6)
+)
+case("not rms: length of something else", NO_LENGTH, X, randn(2, 3, 10))(lambda x, y: x / (y.norm(dim=-1, keepdim=True) * 10**-0.5))
 case("not rms: eps outside the root", {"rms_norm": 0}, X)(lambda x: x / ((x * x).mean(-1, keepdim=True).sqrt() + 1e-3))
 case("not rms: offset added in half", {"rms_norm": 1}, X.to(BF), W.to(BF))(lambda x, w: (rms(x.float(), 1.0) * (1.0 + w)).to(BF))
 case("not rms: other axis", {"rms_norm": 0}, randn(2, 10, 10), W)(lambda x, w: rms(x, w, dim=1))
