@@ -25,6 +25,7 @@ from dsi.patterns.rules.squeezed_permute import SqueezedPermute
 from dsi.patterns.rules.sum_of_mean import SumOfMean
 from dsi.patterns.rules.transpose_spelling import TransposeSpelling
 from dsi.patterns.rules.unsqueezed_view import UnsqueezedView
+from dsi.patterns.rules.var_mean_parts import VarMeanParts
 from dsi.patterns.rules.view_chain import ViewChain
 from dsi.patterns.rules.view_spelling import ViewSpelling
 from torch import fx
@@ -51,6 +52,7 @@ RULES: tuple[type[Rule], ...] = (
     MovedUnits,
     OuterProduct,
     SquaredLength,
+    VarMeanParts,
     SumOfMean,
     KeptDimension,
     SoftmaxView,

@@ -42,6 +42,7 @@ from .sum_of_mean import SumOfMean
 from .tanh import Tanh
 from .transpose_spelling import TransposeSpelling
 from .unsqueezed_view import UnsqueezedView
+from .var_mean_parts import VarMeanParts
 from .view_chain import ViewChain
 from .view_spelling import ViewSpelling
 
@@ -88,6 +89,7 @@ RULES: tuple[type[Rule], ...] = (
     Tanh,
     TransposeSpelling,
     UnsqueezedView,
+    VarMeanParts,
     ViewChain,
     ViewSpelling,
 )

@@ -47,7 +47,7 @@ class SqueezedPermute(Rule):
 def _kept(m):
     """Which dimensions of the first view are left, in their order after the permute; None where more than dimensions of one are dropped."""
     parts, after = m.shape("parts"), [*m.output().shape]
-    kept = []
+    kept: list[int] = []
     for d in reversed([d % len(parts) for d in m.order]):
         if after and m.same(parts[d], after[-1]):
             after.pop()

@@ -187,6 +187,18 @@ case("layer norm spelled: squares", {"layer_norm_spelled": 1}, X, W, B10)(
 case("layer norm spelled: no keepdim", {"layer_norm_spelled": 1}, X, W, B10)(
     lambda x, w, b: (x - x.mean(-1)[..., None]) / torch.sqrt(x.var(-1, unbiased=False) + 1e-5).unsqueeze(-1) * w + b
 )
+case("layer norm spelled: var_mean", {"layer_norm_spelled": 1}, X, W, B10)(
+    lambda x, w, b: (lambda var, mean: (x - mean) * torch.rsqrt(var + 1e-5) * w + b)(*torch.var_mean(x, -1, correction=0, keepdim=True))
+)
+case("not layer norm: var_mean, unbiased", {"layer_norm_spelled": 0}, X)(
+    lambda x: (lambda var, mean: (x - mean) * torch.rsqrt(var + 1e-5))(*torch.var_mean(x, -1, keepdim=True))
+)
+case("not layer norm: var_mean of another dimension", {"layer_norm_spelled": 0}, CUBE)(
+    lambda x: (lambda var, mean: (x - mean) * torch.rsqrt(var + 1e-5))(*torch.var_mean(x, 1, correction=0, keepdim=True))
+)
+case("not layer norm: eps outside the root", {"layer_norm_spelled": 0}, X)(
+    lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True, unbiased=False) + 1e-3)
+)
 case("not layer norm: unbiased, no keepdim", {"layer_norm_spelled": 0}, X)(
     lambda x: (x - x.mean(-1)[..., None]) / torch.sqrt(x.var(-1) + 1e-5).unsqueeze(-1)
 )
