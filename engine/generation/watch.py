@@ -33,7 +33,8 @@ class Watch:
 
     def look(self) -> int:
         """A number that is another one than at the last look where, since then, a weight has come to lie elsewhere or was written to, or a
-        module is another or has other hooks or another forward: what was recorded reads the old one, or an int8 form of it."""
+        module is another or has another class, other hooks or another forward: what was recorded reads the old one, or an int8 form of it.
+        """
         if not self._as_it_was():
             self._take()
             self._seen += 1
@@ -71,7 +72,7 @@ def _tables(modules: Iterable[Any]) -> tuple[list[Any], list[int]]:
 
 def _state(modules: Sequence[Any], sizes: list[int], tensors: Sequence[Tensor], versioned: Sequence[Tensor]) -> tuple[Any, ...]:
     hooks = [(number, *table) for number, table in enumerate(itertools.chain.from_iterable(map(_hooks, modules))) if table]
-    return sizes, list(map(_address, tensors)), list(map(_version, versioned)), hooks, packs.refreshed
+    return sizes, list(map(type, modules)), list(map(_address, tensors)), list(map(_version, versioned)), hooks, packs.refreshed
 
 
 def _weakly(parts: Iterable[Any]) -> list[Callable[[], Any]]:

@@ -69,6 +69,7 @@ CHANGES = {
     "a hook before": lambda model: model.one.register_forward_pre_hook(lambda *_: None),
     "a forward of its own": lambda model: setattr(model.one, "forward", lambda x: x),
     "one that is no function": lambda model: setattr(model.one, "forward", torch.relu),
+    "another class": lambda model: setattr(model.one, "__class__", type("Other", (nn.Linear,), {})),
     "said by refresh": dsi.refresh,
 }
 
