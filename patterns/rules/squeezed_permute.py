@@ -1,4 +1,4 @@
-"""view(permute(view(x, split), order), sizes), where the last view only drops dimensions of one entry   ->   permute(view(x, rest), order)
+"""view(permute(view(a · b, split), order), sizes), where the last view only drops dimensions of one   ->   permute(view(a · b, rest), order)
 
 The dimensions that it drops are not made. A permute that would be left with moving dimensions of one entry alone is a view.
 Seen in: the results of `torch.einsum`, with a dimension of one entry for every letter that was summed over.
@@ -11,8 +11,8 @@ class SqueezedPermute(Rule):
     stage = "normalise"
     same_rounding = True
 
-    def pattern(self, op, x, split, order, sizes):
-        parts = op.view(x, split).named("parts")
+    def pattern(self, op, a, b, split, order, sizes):
+        parts = op.view(op.bmm(a, b), split).named("parts")
         return op.view(op.permute(parts, order).named("permuted"), sizes)
 
     def check(self, m):
@@ -23,11 +23,12 @@ class SqueezedPermute(Rule):
 
     def rewrite(self, dsi, m):
         parts, kept = m.shape("parts"), _kept(m)
+        product = dsi.aten.bmm(m.a, m.b)
         moved = [d for d in kept if not m.same(parts[d], 1)]
         if moved == sorted(moved):
-            return dsi.aten.view(m.x, m.sizes)
+            return dsi.aten.view(product, m.sizes)
         rest = sorted(kept)
-        return dsi.aten.permute(dsi.aten.view(m.x, [m.split[d] for d in rest]), [rest.index(d) for d in kept])
+        return dsi.aten.permute(dsi.aten.view(product, [m.split[d] for d in rest]), [rest.index(d) for d in kept])
 
     def sample(self, s):
         b, h, t, c = s.size("B"), s.size("H"), s.size("T"), s.size("C")
@@ -41,7 +42,8 @@ class SqueezedPermute(Rule):
                 ([b * h, 1, t, 1, c], [1, 0, 2, 4, 3], [1, b * h, t, c]),
             )
         )
-        return {"x": s.tensor_of([b * h, t, c]), "split": split, "order": order, "sizes": sizes}
+        k = s.size("K")
+        return {"a": s.tensor_of([b * h, t, k]), "b": s.tensor_of([b * h, k, c]), "split": split, "order": order, "sizes": sizes}
 
 
 def _kept(m):
