@@ -1,4 +1,4 @@
-"""view(permute(view(a · b, split), order), sizes), where the last view only drops dimensions of one   ->   permute(view(a · b, rest), order)
+"""view(permute(view(a · b, split), order), sizes), where the last view only drops dimensions of one   ->   permute(view(a · b, rest))
 
 The dimensions that it drops are not made. A permute that would be left with moving dimensions of one entry alone is a view.
 Seen in: the results of `torch.einsum`, with a dimension of one entry for every letter that was summed over.

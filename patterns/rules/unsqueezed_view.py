@@ -1,7 +1,7 @@
 """view, permute or clone of unsqueeze(x, dim)   ->   the same of x, an unsqueeze after it where one is left
 
-A dimension of one entry sinks until a view takes it in. Seen in: the operands of `torch.einsum`, each with a dimension of one entry for
-every letter that it has not.
+A dimension of one entry sinks until a view takes it in, through a copy if it is the last one. Seen in: the operands of `torch.einsum`,
+each with a dimension of one entry for every letter that it has not.
 """
 
 import torch
@@ -9,7 +9,7 @@ from dsi.patterns.rule import Rule
 
 
 class UnsqueezedView(Rule):
-    literals = {"dim": (0, 1, -1, 2), "order": ([0, 2, 1, 3], [3, 1, 0, 2], [1, 2, -1, 0])}
+    literals = {"dim": (0, 3, -1, 3), "order": ([0, 2, 1, 3], [3, 1, 0, 2], [1, 2, -1, 0])}
     stage = "normalise"
     same_rounding = True
 
@@ -21,6 +21,12 @@ class UnsqueezedView(Rule):
             permute=lambda: op.permute(inner, order),
             clone=lambda: op.clone(inner, memory_format=torch.contiguous_format),
         ), inner
+
+    def check(self, m):
+        m.require(m.is_int("dim"), "the dimension is computed in the graph")
+        # A copy with a dimension in front, for a batch say, is what its readers want.
+        appended = m.dim % (m.rank("x") + 1) == m.rank("x")
+        m.require(m.tag("spelling") != "clone" or appended, f"dimension {m.dim} is not the last one of {m.rank('x') + 1}")
 
     def rewrite(self, dsi, m):
         if m.tag("spelling") == "view":
