@@ -81,11 +81,8 @@ class Attention(Rule):
         scores = op.either("scale", mul=lambda: flat_scores * scale, div=lambda: flat_scores / scale, none=lambda: flat_scores)
         scores = op.either("cap", tanh=lambda: cap * op.tanh(scores / cap), none=lambda: scores)
 
-        def filled(scores):
-            return {"where": lambda: op.where(keep, scores, fill), "masked_fill": lambda: op.masked_fill(scores, keep, fill)}
-
-        placed = op.either("placed", **filled((scores + position).named("biased first")))
-        chosen = op.either("choice", **filled(scores), biased=lambda: placed, none=lambda: scores)
+        placed = op.either("placed", **filled(op, (scores + position).named("biased first"), keep, fill))
+        chosen = op.either("choice", **filled(op, scores, keep, fill), biased=lambda: placed, none=lambda: scores)
         masked = op.either(
             "mask", added=lambda: chosen + mask, twice=lambda: (chosen + position).named("biased") + mask, none=lambda: chosen
         )
@@ -137,17 +134,8 @@ class Attention(Rule):
                 m.rank(name) == 3 and m.same(m.shape(name)[1:], matrix),
                 f"{name} is {list(m.shape(name))}: it does not only flatten batch and heads",
             )
-        q = m.dtype("q")
-        m.require(q.is_floating_point, f"q is {q}")
-        m.require(
-            q == m.dtype("k") == m.dtype("v") == m.output().dtype,
-            f"q, k, v and the result differ in dtype: {q}, {m.dtype('k')}, {m.dtype('v')}",
-        )
-        for tag in ("q wide", "k wide", "wide", "every wide"):
-            m.require(m.cast(tag) is None or widens(q, m.cast(tag)), f"it is computed in {m.cast(tag)}, which rounds values of {q}")
-        m.require(m.dtype("flat_weights") == q, f"the weights of the sum are {m.dtype('flat_weights')}, v is {q}")
-        for name in ("scale", "q_scale", "cap", "alpha"):
-            m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")
+        check_dtypes(m, "flat_weights", casts=("q wide", "k wide", "wide", "every wide"))
+        check_numbers(m, "scale", "q_scale", "cap", "alpha")
         m.require(m.cap is None or m.cap > 0, f"the cap is {m.cap}")
         self._check_masks(m)
         if m.present("sinks"):
@@ -193,9 +181,7 @@ class Attention(Rule):
             k = dsi.aten.permute(self._by_heads(dsi, m, m.k, (b, h, d, length), m.flat_k[1:]), [0, 1, 3, 2])
         else:
             k = self._by_heads(dsi, m, m.k, (b, h, length, d), [m.flat_k[2], m.flat_k[1]])
-        scale = 1.0
-        for factor, tag in ((m.q_scale, m.tag("q scale")), (m.scale, m.tag("scale"))):
-            scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
+        scale = folded_scale(m)
         if m.present("alpha"):
             scale *= m.alpha
         mask, bias = m.mask, m.position
@@ -238,6 +224,38 @@ class Attention(Rule):
             "repeated": [b, h, t, 1],
             "last": s.pick((-1, length)),
         }
+
+
+def filled(op, scores, keep, fill):
+    """The branches of a choice between a score and a number."""
+    return {"where": lambda: op.where(keep, scores, fill), "masked_fill": lambda: op.masked_fill(scores, keep, fill)}
+
+
+def check_dtypes(m, weights, casts):
+    """Refuses what rounds otherwise than attention of q's dtype: `weights` of the sum in another, or one of the `casts` to fewer values."""
+    q = m.dtype("q")
+    m.require(q.is_floating_point, f"q is {q}")
+    m.require(
+        q == m.dtype("k") == m.dtype("v") == m.output().dtype,
+        f"q, k, v and the result differ in dtype: {q}, {m.dtype('k')}, {m.dtype('v')}",
+    )
+    for tag in casts:
+        m.require(m.cast(tag) is None or widens(q, m.cast(tag)), f"it is computed in {m.cast(tag)}, which rounds values of {q}")
+    m.require(m.dtype(weights) == q, f"the weights of the sum are {m.dtype(weights)}, v is {q}")
+
+
+def check_numbers(m, *names):
+    """Refuses what takes part and is computed in the graph."""
+    for name in names:
+        m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")
+
+
+def folded_scale(m):
+    """What q and the scores are multiplied with or divided by, as one factor."""
+    scale = 1.0
+    for factor, tag in ((m.q_scale, m.tag("q scale")), (m.scale, m.tag("scale"))):
+        scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
+    return scale
 
 
 def check_choice(m, scores):

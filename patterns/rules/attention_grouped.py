@@ -6,8 +6,7 @@ broadcasts them ("repeated"). Seen in: grouped-query attention written with `tor
 
 import torch
 from dsi.patterns.rule import Rule
-from dsi.patterns.rules.attention import check_choice, chosen_bias, without_ones
-from dsi.patterns.rules.cast_chain import widens
+from dsi.patterns.rules.attention import check_choice, check_dtypes, check_numbers, chosen_bias, filled, folded_scale, without_ones
 
 
 class AttentionGrouped(Rule):
@@ -32,12 +31,7 @@ class AttentionGrouped(Rule):
         columns = op.view(op.maybe_contiguous(heads(turned, spread_k, "k")), flat_k).named("columns")
         product = op.view(op.bmm(rows, columns).named("product"), sizes).named("scores")
         scores = op.either("scale", mul=lambda: product * scale, div=lambda: product / scale, none=lambda: product)
-        chosen = op.either(
-            "choice",
-            where=lambda: op.where(keep, scores, fill),
-            masked_fill=lambda: op.masked_fill(scores, keep, fill),
-            none=lambda: scores,
-        )
+        chosen = op.either("choice", **filled(op, scores, keep, fill), none=lambda: scores)
         masked = op.either("mask", added=lambda: chosen + mask, none=lambda: chosen)
         softmax = op.softmax(op.maybe_cast(masked, torch.float32, tag="wide"), -1)
         weights = op.maybe_cast(softmax, narrow, tag="narrow")
@@ -77,14 +71,8 @@ class AttentionGrouped(Rule):
             for name, matrix in {"k": (d, length), "v": (length, dv)}.items():
                 spread = m.shape(f"repeated_{name}")
                 m.require(m.same(spread, (b, g, n, *matrix)), f"{name} is repeated to {list(spread)}, the scores are {list(scores)}")
-        q = m.dtype("q")
-        m.require(q.is_floating_point, f"q is {q}")
-        m.require(q == m.dtype("k") == m.dtype("v") == m.output().dtype, f"q, k, v differ in dtype: {q}, {m.dtype('k')}, {m.dtype('v')}")
-        for tag in ("q wide", "k wide", "wide"):
-            m.require(m.cast(tag) is None or widens(q, m.cast(tag)), f"it is computed in {m.cast(tag)}, which rounds values of {q}")
-        m.require(m.dtype("flat_weights") == q, f"the weights of the sum are {m.dtype('flat_weights')}, v is {q}")
-        for name in ("scale", "q_scale"):
-            m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")
+        check_dtypes(m, "flat_weights", casts=("q wide", "k wide", "wide"))
+        check_numbers(m, "scale", "q_scale")
         for name in ("mask", "keep"):
             if m.present(name):
                 shape = m.shape(name)
@@ -113,9 +101,7 @@ class AttentionGrouped(Rule):
         else:
             k = dsi.aten.permute(seen(m.k, [b, g, d, length], (batch, g, d_known, length_known)), [0, 1, 3, 2])
         v = seen(m.v, [b, g, length, dv], (batch, g, length_known, dv_known))
-        scale = 1.0
-        for factor, tag in ((m.q_scale, m.tag("q scale")), (m.scale, m.tag("scale"))):
-            scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
+        scale = folded_scale(m)
         mask = flat(m.mask) if m.present("mask") else None
         bias = flat(chosen_bias(dsi, m, inverted=m.tag("choice") == "masked_fill")) if m.present("keep") else None
         result = dsi.attention(q, k, v, mask, bias, None, scale=float(scale))

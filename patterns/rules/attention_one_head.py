@@ -6,8 +6,7 @@ the scores is less than what `attention` knows. Seen in: `torch.bmm` and `torch.
 
 import torch
 from dsi.patterns.rule import Rule
-from dsi.patterns.rules.attention import check_choice, chosen_bias
-from dsi.patterns.rules.cast_chain import widens
+from dsi.patterns.rules.attention import check_choice, check_dtypes, check_numbers, chosen_bias, filled, folded_scale
 
 
 class AttentionOneHead(Rule):
@@ -32,32 +31,19 @@ class AttentionOneHead(Rule):
             biased=lambda: op.baddbmm(mask, rows, columns, beta=beta, alpha=alpha),
         ).named("product")
         scores = op.either("scale", mul=lambda: product * scale, div=lambda: product / scale, none=lambda: product)
-        chosen = op.either(
-            "choice",
-            where=lambda: op.where(keep, scores, fill),
-            masked_fill=lambda: op.masked_fill(scores, keep, fill),
-            none=lambda: scores,
-        )
+        chosen = op.either("choice", **filled(op, scores, keep, fill), none=lambda: scores)
         masked = op.either("mask", added=lambda: chosen + mask, none=lambda: chosen)
         softmax = op.softmax(op.maybe_cast(masked, torch.float32, tag="wide"), -1)
         weights = op.maybe_contiguous(op.maybe_cast(softmax, narrow, tag="narrow")).named("weights")
         return op.bmm(weights, op.maybe_contiguous(v))
 
     def check(self, m):
-        q, scores = m.dtype("q"), m.shape("product")
+        scores = m.shape("product")
         keys = (m.size("B"), m.size("L"), m.size("D"))
         k = keys if m.tag("keys") == "rows" else (keys[0], keys[2], keys[1])
         m.require(m.same(m.shape("k"), k), f"the keys are {list(m.shape('k'))}, not {list(k)}")
-        m.require(q.is_floating_point, f"q is {q}")
-        m.require(
-            q == m.dtype("k") == m.dtype("v") == m.output().dtype,
-            f"q, k, v and the result differ in dtype: {q}, {m.dtype('k')}, {m.dtype('v')}",
-        )
-        for tag in ("q wide", "k wide", "wide"):
-            m.require(m.cast(tag) is None or widens(q, m.cast(tag)), f"it is computed in {m.cast(tag)}, which rounds values of {q}")
-        m.require(m.dtype("weights") == q, f"the weights of the sum are {m.dtype('weights')}, v is {q}")
-        for name in ("scale", "q_scale", "alpha"):
-            m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")
+        check_dtypes(m, "weights", casts=("q wide", "k wide", "wide"))
+        check_numbers(m, "scale", "q_scale", "alpha")
         if m.present("mask"):
             m.require(m.dtype("mask").is_floating_point, f"the mask that is added is {m.dtype('mask')}")
             m.require(
@@ -74,9 +60,7 @@ class AttentionOneHead(Rule):
         def one_head(x):
             return dsi.aten.unsqueeze(x, 1) if dsi.value(x).dim() == 3 else x
 
-        scale = 1.0
-        for factor, tag in ((m.q_scale, m.tag("q scale")), (m.scale, m.tag("scale")), (m.alpha, "mul" if m.present("alpha") else "none")):
-            scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
+        scale = folded_scale(m) * (m.alpha if m.present("alpha") else 1.0)
         k = m.k if m.tag("keys") == "rows" else dsi.aten.permute(m.k, [0, 2, 1])
         mask = one_head(m.mask) if m.present("mask") else None
         bias = one_head(chosen_bias(dsi, m, inverted=m.tag("choice") == "masked_fill")) if m.present("keep") else None
