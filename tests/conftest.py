@@ -75,10 +75,14 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 
 @pytest.fixture(autouse=True)
-def fresh_torch():
-    """Seeds, and Dynamo as in a new process; a recompile limit that is reached fails the test instead of running eager in silence."""
-    torch._dynamo.reset()
+def fresh_torch(request: pytest.FixtureRequest):
+    """Seeds, and Dynamo as in a new process; a recompile limit that is reached fails the test instead of running eager in silence. Tests
+    that are marked `one_engine` share an engine, and so what it has compiled: for them nothing but the seeds is set."""
     torch.manual_seed(0)
+    if request.node.get_closest_marker("one_engine"):
+        yield
+        return
+    torch._dynamo.reset()
     before = dict(os.environ)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield

@@ -11,14 +11,9 @@ from generating import REFERENCE, eager, left_padded, prompt, small_llama
 
 import dsi
 
+pytestmark = pytest.mark.one_engine
+
 MOST = 96
-
-
-@pytest.fixture(autouse=True)
-def fresh_torch():
-    """Nothing is forgotten between the tests of this file: they use one engine, as a server does."""
-    torch.manual_seed(0)
-    yield
 
 
 def engine_of(model):

@@ -35,13 +35,9 @@ def shared():
     return Generator(small_llama(), max_out_tokens=96, options=REFERENCE)
 
 
+@pytest.mark.one_engine
 class TestOneEngine:
     """These share an engine, and so what it has compiled."""
-
-    @pytest.fixture(autouse=True)
-    def fresh_torch(self):
-        torch.manual_seed(0)
-        yield
 
     def test_two_graphs_serve_every_prompt(self, shared):
         with collecting() as contexts:
@@ -143,13 +139,9 @@ class TestOneEngine:
         assert torch.equal(made, eager(shared.model, ids.clone(), max_new_tokens=5))
 
 
+@pytest.mark.one_engine
 class TestTransformersLoops:
     """What is not the engine's loop's runs in transformers', through the compiled forward."""
-
-    @pytest.fixture(autouse=True)
-    def fresh_torch(self):
-        torch.manual_seed(0)
-        yield
 
     @pytest.mark.parametrize(
         "how",

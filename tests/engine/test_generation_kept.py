@@ -11,6 +11,8 @@ from generating import REFERENCE, VOCABULARY, eager, prompt, small_llama
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
 
+pytestmark = pytest.mark.one_engine
+
 NEW = 4
 HOW = dict(max_new_tokens=NEW, eos_token_id=2, pad_token_id=0)
 
@@ -18,13 +20,6 @@ HOW = dict(max_new_tokens=NEW, eos_token_id=2, pad_token_id=0)
 @pytest.fixture(scope="module")
 def shared():
     return Generator(small_llama(), max_out_tokens=96, options=REFERENCE)
-
-
-@pytest.fixture(autouse=True)
-def fresh_torch():
-    """What the shared generator has compiled is not forgotten."""
-    torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from generating import REFERENCE, eager, prompt, small_llama
 
 import dsi
 
+pytestmark = pytest.mark.one_engine
+
 NEW = 8
 
 
@@ -51,13 +53,6 @@ class Late:
 @pytest.fixture(scope="module")
 def generator():
     return Generator(small_llama(), max_out_tokens=96, options=REFERENCE)
-
-
-@pytest.fixture(autouse=True)
-def fresh_torch():
-    """What the shared generator has compiled is not forgotten."""
-    torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture

@@ -11,14 +11,9 @@ from transformers import BatchEncoding, DynamicCache, StaticCache
 
 import dsi
 
+pytestmark = pytest.mark.one_engine
+
 HOW = dict(max_new_tokens=4, eos_token_id=None)
-
-
-@pytest.fixture(autouse=True)
-def fresh_torch():
-    """Nothing is forgotten between the tests of this file: they use one engine."""
-    torch.manual_seed(0)
-    yield
 
 
 def engine_of(model):
