@@ -188,10 +188,10 @@ def _interleave(sides: Sequence[Side], work: Workload, blocks: int) -> None:
                 side.firsts.append(streamer.seconds)
 
 
-def device_step(engine: Any) -> float | None:
-    """Milliseconds of the device for one decode step of the engine: launches of its record queued behind a sleep, so that none waits for
-    the host; None where nothing was recorded."""
-    found = engine.loop.measured() if engine.loop is not None else None
+def device_ms(engine: Any, prompt: bool = False) -> float | None:
+    """Milliseconds of the device for one decode step of the engine, or for its prompt: launches of what was recorded queued behind a sleep,
+    so that none waits for the host; None where nothing was recorded."""
+    found = engine.loop.measured(prompt) if engine.loop is not None else None
     if found is None:
         return None
     replay, rewind, room = found
@@ -256,7 +256,8 @@ def _row(work: Workload, sides: Sequence[Side]) -> dict[str, Any]:
             }
         if side.engine is not None and not side.problem:
             try:
-                found["device"] = device_step(side.engine)
+                found["device"] = device_ms(side.engine)
+                found["prompt device"] = device_ms(side.engine, prompt=True)
                 found["host us"] = host_step(side, work) if torch.cuda.is_available() else None  # a CPU computes meanwhile
             except Exception as error:
                 found["problem"] = sentence(error)
@@ -278,13 +279,16 @@ def _common(ours: Tensor, theirs: Tensor) -> int:
     return int(equal.min())
 
 
-COLUMNS = ("side", "ms a token", "tokens/s", "first ms", "later ms", "device ms", "wall/dev", "host us", "x", "same", "compile s")
+COLUMNS = (
+    *("side", "ms a token", "tokens/s", "first ms", "its device ms", "later ms", "device ms", "wall/dev", "host us"),
+    *("x", "same", "compile s"),
+)
 
 
 def _print(row: dict[str, Any], report: Report) -> None:
-    """One workload: milliseconds a token of a whole call; of the first token; of each later one; of the device for a decode step, and the
-    later ones over it; the host's share of a step; "x": a side's time over dsi's; "same": tokens that are eager's (without it, the first
-    side's) before the first that is not; seconds of the first call."""
+    """One workload: milliseconds a token of a whole call; of the first token, and of the device for it; of each later one; of the device
+    for a decode step, and the later ones over it; the host's share of a step; "x": a side's time over dsi's; "same": tokens that are
+    eager's (without it, the first side's) before the first that is not; seconds of the first call."""
     ours = row["sides"].get("dsi", {}).get("wall")
     lines = []
     for name, found in row["sides"].items():
@@ -295,6 +299,7 @@ def _print(row: dict[str, Any], report: Report) -> None:
                 figure(wall, ".3f"),
                 figure(found.get("tokens/s"), ".1f"),
                 figure(found.get("first"), ".2f"),
+                figure(found.get("prompt device"), ".2f"),
                 figure(later, ".4f"),
                 figure(device, ".4f"),
                 figure(later / device if later and device else None, ".3f"),

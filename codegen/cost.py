@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 # Row buckets of a region with a symbolic row count; the last variant takes any number.
-LINEAR_BUCKETS = (1, GEMV_ROWS, 16, 64, 256, None)
+LINEAR_BUCKETS = (1, GEMV_ROWS, 16, 32, 64, 256, None)
 LIBRARY_ROWS = 64  # from which on, rows apart, a library's kernels are tried
 LEAST_AHEAD = 4  # choices that the model may rank before a library's: so many are always tried
 ATTENTION_BUCKETS = (1, 16, None)

@@ -54,7 +54,8 @@ class Loop:
     _looked: int = 0
     _running: bool = False
     last_step: Hashable = None  # the key of the decode step that was run last
-    _began: tuple[State, list[tuple[Tensor, int]], int] | None = None
+    last_prompt: Hashable = None  # and of the prompt
+    _began: tuple[State, int, int, int, int] | None = None  # tokens of the prompt, held in the cache, fed to the model, and to be made
     taken: int = 0  # tokens of a row that the request under way, or the last one, has got
 
     def __post_init__(self) -> None:
@@ -110,20 +111,21 @@ class Loop:
         first = self.store.slots - int(state.length) if self.decoder.rolls else 0
         return Made(state.ids[:, : n + self.taken].clone(), cache, request.held + request.fed + self.taken - 1, first)
 
-    def measured(self) -> tuple[Callable[[], None], Callable[[], None], int] | None:
-        """For benchmarks: what launches the last decode step once more, what sets its counters back to where the last request began to
-        decode, and how often it may be launched in between. None where it was not recorded."""
-        replay = self.steps.replay(self.last_step) if self.last_step is not None else None
+    def measured(self, prompt: bool = False) -> tuple[Callable[[], None], Callable[[], None], int] | None:
+        """For benchmarks: what launches the last decode step (`prompt`: the last prompt) once more, what sets its counters back to where
+        the last request began to decode (its prompt), and how often it may be launched in between. None where it was not recorded."""
+        replay = self.steps.replay(self.last_prompt if prompt else self.last_step)
         if replay is None or self._began is None:
             return None
-        state, counters, room = self._began
+        state, tokens, held, fed, new = self._began
+        made, length = (0, held) if prompt else (1, held + fed)
 
         def rewind() -> None:
-            for counter, value in counters:
+            for counter, value in ((state.count, tokens + made), (state.made, made), (state.length, length)):
                 counter.fill_(value)
             state.finished.zero_()
 
-        return replay, rewind, room
+        return replay, rewind, 1 if prompt else new - 1
 
     # ------------------------------------------------------------------------------------------------------------------- buffers
 
@@ -157,8 +159,7 @@ class Loop:
             state.length.fill_(request.held)
         if recipe.skipped is not None:
             state.skipped.copy_(recipe.skipped)
-        counters = [(state.count, request.ids.shape[1] + 1), (state.made, 1), (state.length, request.held + request.fed)]
-        self._began = state, counters, request.limit - 1
+        self._began = state, request.ids.shape[1], request.held, request.fed, request.limit
 
     def _feed(self, state: State, request: Request) -> Feed:
         # Padding between what is held and what is fed would be tokens that a model counts.
@@ -204,7 +205,7 @@ class Loop:
             state.follow(recipe, logits[:, -1], state.one)
 
         kind = (state.rows, state.slots, masked, state.ending, recipe.key)
-        self.last_step = ("step", *kind)
+        self.last_step, self.last_prompt = ("step", *kind), ("prompt", bucket, *kind)
         looks = _Looks(self, state, request)
         launch: Callable[[], None] | None = None
         with stack:
@@ -215,7 +216,7 @@ class Loop:
                     launch()
                 elif number == 0:
                     with compiling("decode step" if bucket == 1 else "prompt", self._new((bucket > 1, *kind[:3]))):
-                        self.steps.run(("prompt", bucket, *kind), prompt, PROMPT_RUNS)
+                        self.steps.run(self.last_prompt, prompt, PROMPT_RUNS)
                 else:
                     with compiling("decode step", self._new((False, *kind[:3]))):
                         launch = self.steps.run(self.last_step, step)

@@ -71,7 +71,7 @@ def test_a_measurement_that_fails_leaves_the_row(monkeypatch):
         raise RuntimeError("no counter")
 
     engine = types.SimpleNamespace(loop=None, why_not_ours="")
-    monkeypatch.setattr(generation, "device_step", fails)
+    monkeypatch.setattr(generation, "device_ms", fails)
     monkeypatch.setattr(generation, "_side", lambda name, work, options: generation.Side(name, work.model.generate, engine))
     report = generation.run(Settings(blocks=1, small=True), ["llama-3-8b"], ["dsi"], 5, 5, 1, None)
     (row,) = report.rows

@@ -98,7 +98,7 @@ def test_rows_take_a_block_that_holds_them(table):
     symbolic = projection(1, symbolic=True)
     assert defaults.lookup(symbolic, 16, "H200") == dataclasses.replace(SKINNY, max_rows=16)
     assert defaults.lookup(symbolic, None, "H200") is None
-    assert [choice.max_rows for choice in cost.choices(symbolic)] == [1, 4, 16, 64, 256, None]
+    assert [choice.max_rows for choice in cost.choices(symbolic)] == [1, 4, 16, 32, 64, 256, None]
 
 
 def test_many_rows_take_it_whatever_their_number(table):
