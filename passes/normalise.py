@@ -9,6 +9,7 @@ from dsi.patterns.rules.cast_chain import CastChain
 from dsi.patterns.rules.cast_device import CastDevice
 from dsi.patterns.rules.filled_parts import FilledParts
 from dsi.patterns.rules.kept_dimension import KeptDimension
+from dsi.patterns.rules.moved_scores import MovedScores
 from dsi.patterns.rules.moved_units import MovedUnits
 from dsi.patterns.rules.neutral_element import NeutralElement
 from dsi.patterns.rules.no_op_cast import NoOpCast
@@ -17,6 +18,7 @@ from dsi.patterns.rules.no_op_dropout import NoOpDropout
 from dsi.patterns.rules.no_op_view import NoOpView
 from dsi.patterns.rules.outer_product import OuterProduct
 from dsi.patterns.rules.permute_chain import PermuteChain
+from dsi.patterns.rules.permuted_scores import PermutedScores
 from dsi.patterns.rules.softmax_cast import SoftmaxCast
 from dsi.patterns.rules.softmax_view import SoftmaxView
 from dsi.patterns.rules.split_spelling import SplitSpelling
@@ -49,6 +51,8 @@ RULES: tuple[type[Rule], ...] = (
     UnsqueezedView,
     ViewChain,
     PermuteChain,
+    PermutedScores,
+    MovedScores,
     MovedUnits,
     OuterProduct,
     SquaredLength,

@@ -16,6 +16,7 @@ from .kv_write import KvWrite
 from .layer_norm import LayerNorm
 from .layer_norm_spelled import LayerNormSpelled
 from .linear import Linear, LinearBatched, LinearFlattened
+from .moved_scores import MovedScores
 from .moved_units import MovedUnits
 from .neutral_element import NeutralElement
 from .no_op_cast import NoOpCast
@@ -25,6 +26,7 @@ from .no_op_view import NoOpView
 from .outer_product import OuterProduct
 from .partial_rope import PartialRope
 from .permute_chain import PermuteChain
+from .permuted_scores import PermutedScores
 from .relu import Relu
 from .repeated_heads import RepeatedHeads
 from .rms_norm import RmsNorm
@@ -63,6 +65,7 @@ RULES: tuple[type[Rule], ...] = (
     Linear,
     LinearBatched,
     LinearFlattened,
+    MovedScores,
     MovedUnits,
     NeutralElement,
     NoOpCast,
@@ -72,6 +75,7 @@ RULES: tuple[type[Rule], ...] = (
     OuterProduct,
     PartialRope,
     PermuteChain,
+    PermutedScores,
     Relu,
     RepeatedHeads,
     RmsNorm,

@@ -312,6 +312,54 @@ def test_attention_by_einsum(sizes):
     assert stages(joined, randn(b, s, h, D), randn(b, length, h, D), randn(b, length, h, DV))[0] is not None
 
 
+BY_QUERIES = ("bqhd,bkhd->bqhk", "bqhk,bkhd->bqhd")
+QUERIES_FIRST = ("qbhd,kbhd->qbhk", "qbhk,kbhd->qbhd")
+SIZES = [(B, H, S, L), (1, H, S, L), (B, 1, S, L), (B, H, 1, L), (1, H, 1, L), (1, 1, S, L), (1, 1, 1, L), (3, 3, 3, 3)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_scores_by_queries(sizes):
+    """One query, one head or a batch of one are moved by views, not by permutes."""
+    b, h, s, length = sizes
+    q, k, v = randn(b, s, h, D), randn(b, length, h, D), randn(b, length, h, DV)
+    node, gm = stages(einsum(*BY_QUERIES), q, k, v)
+    assert node is not None and node.kwargs["scale"] == 0.5
+    assert node.args[0].meta["val"].numel() == q.numel() and "softmax" not in " ".join(aten_graphs.targets(gm))
+    assert stages(einsum(*QUERIES_FIRST), *(t.transpose(0, 1).contiguous() for t in (q, k, v)))[0] is not None
+
+    def masked(q, k, v, m):
+        scores = (torch.einsum(BY_QUERIES[0], q, k) * 0.5).masked_fill(m, MIN)
+        return torch.einsum(BY_QUERIES[1], scores.softmax(-1), v)
+
+    for shape in ((b, 1, 1, length), (b, s, 1, length), (s, 1, length), (length,)):
+        node, _ = stages(masked, q, k, v, torch.rand(shape, generator=G) > 0.6)
+        assert argument(node, "bias") is not None
+
+
+def test_scores_by_queries_with_a_cap_a_bias_and_a_mask_in_half_precision():
+    def fn(q, k, v, bias, mask):
+        scores = 4.0 * torch.tanh(torch.einsum(BY_QUERIES[0], q, k) / 2 / 4.0) + bias + mask
+        return torch.einsum(BY_QUERIES[1], scores.softmax(-1, dtype=torch.float32).to(BF), v)
+
+    args = (randn(B, S, H, D), randn(B, L, H, D), randn(B, L, H, DV), randn(S, H, L), randn(B, 1, 1, L))
+    node, _ = stages(fn, *(a.to(BF) for a in args))
+    assert node.kwargs["softcap"] == 4.0 and argument(node, "bias") is not None and argument(node, "mask") is not None
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q, k, v: torch.einsum(BY_QUERIES[1], torch.einsum(BY_QUERIES[0], q, k).softmax(1), v),  # over the queries
+        lambda q, k, v: torch.einsum(BY_QUERIES[1], torch.einsum(BY_QUERIES[0], q, k).softmax(2), v),  # over the heads
+        lambda q, k, v: torch.einsum("bhqk,bkhd->bqhd", torch.einsum(BY_QUERIES[0], q, k).softmax(-1), v),  # queries taken for heads
+        lambda q, k, v: torch.einsum("bqkh,bkhd->bqhd", torch.einsum(BY_QUERIES[0], q, k).softmax(-1), v),  # keys taken for heads
+        lambda q, k, v: torch.einsum(BY_QUERIES[1], (torch.einsum(BY_QUERIES[0], q, k) * q.sum(-1, keepdim=True)).softmax(-1), v),
+    ],
+)
+def test_what_only_looks_like_scores_by_queries(fn):
+    assert stages(fn, *(t[..., :3].contiguous() for t in CUBE))[0] is None
+
+
 def test_attention_by_einsum_with_a_mask_in_half_precision():
     masked = lambda q, k, v, m: torch.einsum(  # noqa: E731
         "bhqk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bhqk", q, k) / 2 + m).softmax(-1, dtype=torch.float32).to(BF), v
