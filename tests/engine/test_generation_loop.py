@@ -89,6 +89,27 @@ def test_a_token_is_one_launch(generator, stand):
     assert torch.equal(made, eager(generator.model, other, **how))
 
 
+@torch.no_grad()
+def test_what_was_recorded_can_be_measured_and_runs_the_same_again(generator, stand):
+    ids, how = prompt(1, 7), dict(max_new_tokens=NEW, eos_token_id=None)
+    generator.generate(ids, **how)
+    assert generator.loop.measured() is not None and generator.loop.measured(prompt=True) is None, "that prompt came once"
+    for _ in range(PROMPT_RUNS):
+        made = generator.generate(ids, **how)
+    state, logged = generator.loop._began[0], made[0, 7:].tolist()
+    for prompts, tokens in ((True, logged[:1]), (False, logged[1:])):
+        replay, rewind, room = generator.loop.measured(prompts)
+        assert room == len(tokens)
+        for _ in range(2):
+            rewind()
+            seen = []
+            for _ in range(room):
+                replay()
+                seen.append(int(state.token))
+            assert seen == tokens and int(state.length) == (7 if prompts else 6 + NEW)
+    assert torch.equal(generator.generate(ids, **how), made)
+
+
 def test_steps_behind_the_end_are_discarded(generator, stand):
     """The end is seen two steps late: two more are run, and nobody sees them."""
     ids = prompt(2, 7)
