@@ -55,7 +55,7 @@ class Loop:
     _running: bool = False
     last_step: Hashable = None  # the key of the decode step that was run last
     last_prompt: Hashable = None  # and of the prompt
-    _began: tuple[State, int, int, int, int] | None = None  # tokens of the prompt, held in the cache, fed to the model, and to be made
+    _began: tuple[State, Feed, int, int, int] | None = None  # and tokens: of the sequence so far, of those in the cache, and to be made
     taken: int = 0  # tokens of a row that the request under way, or the last one, has got
 
     def __post_init__(self) -> None:
@@ -117,12 +117,14 @@ class Loop:
         replay = self.steps.replay(self.last_prompt if prompt else self.last_step)
         if replay is None or self._began is None:
             return None
-        state, tokens, held, fed, new = self._began
-        made, length = (0, held) if prompt else (1, held + fed)
+        state, feed, tokens, held, new = self._began
+        made, length = (0, held) if prompt else (1, held + int(feed.length))
 
         def rewind() -> None:
             for counter, value in ((state.count, tokens + made), (state.made, made), (state.length, length)):
                 counter.fill_(value)
+            state.token.copy_(state.ids[:, tokens : tokens + 1])
+            state.position.copy_(feed.positions.index_select(1, feed.last) + made)
             state.finished.zero_()
 
         return replay, rewind, 1 if prompt else new - 1
@@ -159,7 +161,6 @@ class Loop:
             state.length.fill_(request.held)
         if recipe.skipped is not None:
             state.skipped.copy_(recipe.skipped)
-        self._began = state, request.ids.shape[1], request.held, request.fed, request.limit
 
     def _feed(self, state: State, request: Request) -> Feed:
         # Padding between what is held and what is fed would be tokens that a model counts.
@@ -181,6 +182,7 @@ class Loop:
         masked = state.rows > 1 or request.mask is not None or self.decoder.always_masked
         mask = state.mask if masked else None
         feed = self._feed(state, request)
+        self._began = state, feed, request.ids.shape[1], request.held, request.limit
         bucket = feed.bucket
         self.store.written = state.slots if self.decoder.rolls else max(self.store.written, request.held + bucket, request.total)
 
