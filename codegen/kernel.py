@@ -109,15 +109,17 @@ class Choice:
     `split` programs share the contracted dimension (attention: the keys) of one block, and the last to arrive finishes it. `apart`: a
     linear's prologue is a kernel of its own. `digits` int8 digits stand for an activation where the weights are int8 (0: the weights are
     converted instead); they are made apart. `peel`: a `skinny` program loads the weights of its first step before the kernel waits for the
-    one before it, and multiplies them behind the loop over the other steps; without effect where a program has but one step, or where
-    kernels of the graph write the weights (deferred.peeled).
+    one before it, and multiplies them behind the loop over the other steps ("last"), or at the start of its first turn, beside which more
+    shared memory is needed ("first"; as "last" where some program has but one step). Without effect where no program has more than one, or
+    where kernels of the graph write the weights (deferred.peeled).
 
     Attention: `block_m` rows are query heads of a key head for consecutive queries, of fewer than 16 no matrix units are used;
     `block_k` channels of a head are multiplied at once (1: all); `block_s` keys of the mask are looked at in one step before any key is
     read (1: it is not looked at); `prefetch` bytes of each of a program's first keys and values are asked for before the kernel waits for
     the one before it (0: none). `live` (decode, under a mask that is looked at) is what programs that share keys know of each other: "",
     nothing; "parts", who has keys that some row sees, and no other stays; "seen", that, and hidden keys are not read; "dealt", the first
-    and the last key that some row sees, and only the blocks between them are dealt out.
+    and the last key that some row sees, and only the blocks between them are dealt out. `early` (decode): values are asked for before scores
+    wait for keys, by a barrier behind both; without it compilers put the loads of values off.
     """
 
     schedule: str
@@ -133,4 +135,5 @@ class Choice:
     digits: int = 0
     apart: bool = False
     live: Literal["", "parts", "seen", "dealt"] = ""
-    peel: bool = False
+    early: bool = False
+    peel: Literal["", "last", "first"] = ""
