@@ -58,6 +58,13 @@ class Options(BaseModel):
         "auto", description="'auto': by device. 'reference': every operator runs as its reference, for checking; never fast."
     )
 
+    @field_validator("dump", mode="before")
+    @classmethod
+    def _folder(cls, value: Any) -> Any:
+        if value == "":
+            raise ValueError("name a folder ('.' is the current one), or leave it out")
+        return value
+
     @field_validator("fuel", "tuning", "group_size", "quantize_groups", mode="before")
     @classmethod
     def _no_bool_for_a_number(cls, value: Any) -> Any:

@@ -33,6 +33,7 @@ def test_mode_among_the_options():
     [
         ({"mode": "fastest"}, ["mode", "fastest", "reduce-overhead"]),
         ({"options": {"dmup": "x"}}, ["'dmup'", "did you mean 'dump'"]),
+        ({"options": {"dump": ""}}, ["'dump'", "name a folder"]),
         ({"options": {"fuel": -1}}, ["'fuel'", "-1"]),
         ({"options": {"fuel": True}}, ["'fuel' = True", "give a number"]),
         ({"options": {3: True}}, ["3", "string"]),
