@@ -118,8 +118,8 @@ class Choice:
     read (1: it is not looked at); `prefetch` bytes of each of a program's first keys and values are asked for before the kernel waits for
     the one before it (0: none). `live` (decode, under a mask that is looked at) is what programs that share keys know of each other: "",
     nothing; "parts", who has keys that some row sees, and no other stays; "seen", that, and hidden keys are not read; "dealt", the first
-    and the last key that some row sees, and only the blocks between them are dealt out. `early` (decode): values are asked for before scores
-    wait for keys, by a barrier behind both; without it compilers put the loads of values off.
+    and the last key that some row sees, and only the blocks between them are dealt out. `early` (decode): where a program has one block of
+    keys, it asks for values before anything waits for keys, by a barrier behind both; without it compilers put the loads of values off.
     """
 
     schedule: str
