@@ -55,12 +55,13 @@ def all_command(
 def plot_command(
     files: Annotated[list[Path], typer.Argument(help="Files that --json has written, or results.json of `all`.")],
     out: Annotated[Path, typer.Option(help="The picture: .svg, or with matplotlib .png.")] = Path("roofline.svg"),
+    sides: Annotated[str, typer.Option(help="The sides to draw, comma-separated; left out: all.")] = "",
 ) -> None:
     """The share of the roofline by model, batch and side, as a picture."""
     from bench import plot
 
     try:
-        plot.draw(files, out)
+        plot.draw(files, out, [side for side in sides.split(",") if side])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(str(out))

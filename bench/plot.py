@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-OURS = ("#0b6e4f", "#35b37e", "#7ccf9f", "#b5e3c8")
+OURS = ("#0b6e4f", "#35b37e", "#9bd7b5", "#1f8a70", "#57c4ad", "#a3c940", "#5f7d1f", "#c8e6a0")
 THEIRS = ("#c9704a", "#8e6fb0", "#5b84b1", "#9aa0a6", "#c2a83e", "#b0527a", "#6b4f3a")
 LEGEND = 3  # sides in a line of it
 BAR, GAP, GROUP_GAP, LABEL, PLOT = 13, 2, 14, 300, 560
@@ -16,10 +17,12 @@ NOTHING = "nothing to draw: no row has a share of the roofline, which is measure
 Rows = dict[str, dict[str, float]]  # what was run -> side -> share of the roofline
 
 
-def read(files: Sequence[Path]) -> tuple[Rows, str]:
-    """The shares in result files (a later file's where two have the same row and side), and where they were measured. Raises ValueError."""
+def read(files: Sequence[Path], wanted: Sequence[str] = ()) -> tuple[Rows, str]:
+    """The shares in result files (a later file's where two have the same row and side), and where they were measured; of the `wanted` sides
+    alone, if any are named. Rows of one model stand together. Raises ValueError."""
     rows: Rows = {}
     devices: dict[str, None] = {}
+    known: set[str] = set()
     for file in files:
         try:
             content = json.loads(file.read_text())
@@ -28,12 +31,22 @@ def read(files: Sequence[Path]) -> tuple[Rows, str]:
         for part in content.get("runs", [content]):  # `bench all` keeps the contents of many files in one
             for row in part.get("rows", ()):
                 shares = {side: found["roofline share"] for side, found in row.get("sides", {}).items() if found.get("roofline share")}
+                known.update(shares)
+                shares = {side: share for side, share in shares.items() if not wanted or side in wanted}
                 if shares:
                     rows.setdefault(label_of(row), {}).update(shares)
                     devices[str(part.get("machine", {}).get("device", "?"))] = None
+    unknown = [side for side in wanted if side not in known]
+    if known and unknown:
+        raise ValueError(f"no row has a side {', '.join(map(repr, unknown))}; there are {', '.join(sorted(known))}")
     if not rows:
         raise ValueError(NOTHING)
-    return rows, ", ".join(devices)
+    return dict(sorted(rows.items(), key=lambda item: _place(item[0]))), ", ".join(devices)
+
+
+def _place(label: str) -> list[int | str]:
+    """Where a row stands: numbers in a label count as numbers."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", label)]
 
 
 def label_of(row: Mapping[str, Any]) -> str:
@@ -129,9 +142,10 @@ def png(rows: Rows, title: str, file: Path) -> None:
     figure.savefig(file, dpi=130)
 
 
-def draw(files: Sequence[Path], out: Path) -> None:
-    """Draw the rows of `files` into `out`, by its ending. Raises ValueError with a sentence where that cannot be."""
-    rows, where = read(files)
+def draw(files: Sequence[Path], out: Path, sides: Sequence[str] = ()) -> None:
+    """Draw the rows of `files` into `out`, by its ending: all sides, or those that are named. Raises ValueError with a sentence where that
+    cannot be."""
+    rows, where = read(files, sides)
     title = f"Share of the roofline, {where}"
     if out.suffix == ".png":
         png(rows, title, out)

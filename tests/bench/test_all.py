@@ -213,6 +213,26 @@ def test_a_picture_has_a_bar_a_side(tmp_path):
     assert text.index(": dsi 0.52") < text.index(": max-autotune 0.30")
 
 
+def test_a_picture_of_some_sides_has_rows_of_a_model_together(tmp_path):
+    file = tmp_path / "d.json"
+    rows = [content(gpt2={"dsi": side(0.5), "default": side(0.1)}), content(bert={"dsi": side(0.4)}), content(gpt2={"dsi": side(0.6)})]
+    for batch, part in zip((16, 1, 2), rows, strict=True):
+        part["rows"][0]["batch"] = batch
+    file.write_text(json.dumps({"runs": rows}))
+    code, output = run("plot", file, "--sides", "dsi", "--out", tmp_path / "p.svg")
+    assert code == 0, output
+    text = (tmp_path / "p.svg").read_text()
+    places = [text.index(part) for part in ("bert, 8 layers, b1,", "gpt2, 8 layers, b2,", "gpt2, 8 layers, b16,")]
+    assert places == sorted(places) and "default" not in text
+    code, output = run("plot", file, "--sides", "dsi,egaer")
+    assert code == 2 and "'egaer'" in output and "default" in output
+
+
+def test_no_two_sides_share_a_colour():
+    sides = ["dsi", *(f"dsi-{number}" for number in range(7)), *(f"other-{number}" for number in range(7))]
+    assert len(set(plot.colours_of(sides).values())) == len(sides)
+
+
 def test_nothing_to_draw_is_said(tmp_path):
     empty = tmp_path / "e.json"
     empty.write_text(json.dumps(content(gpt2={"dsi": side(None)})))
