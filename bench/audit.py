@@ -272,6 +272,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
     c = row["choice"]
     sizes = "x".join(str(c[name]) for name in ("block_m", "block_n", "block_k"))
     more = [f"/{c['split']}"] * (c["split"] > 1) + ["apart"] * bool(c["apart"]) + [f"d{c['digits']}"] * bool(c["digits"])
+    more += [f"peeled {c['peel']}"] * bool(c["peel"])
     loads = " ".join(f"{count}x{width}" for width, count in sorted(row["loop"]["loads"].items(), reverse=True))
     return (
         f"{row['count']}x {row['region']}"[:44],

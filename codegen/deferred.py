@@ -1,12 +1,16 @@
-"""What of a linear's plan may be computed at another time than where it stands: a norm after the product, loads before the loop."""
+"""What of a linear's plan may be computed at another time than where it stands: a norm after the product, loads before the loop, the
+first step of a loop behind it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
+import sympy
 import torch
 from dsi.ir import tile as t
 
+from .kernel import Choice
 from .pointwise import is_float
 
 
@@ -53,6 +57,35 @@ def mentions(expr: t.Expr) -> bool:
 def constant(load: t.Load, constants: frozenset[int]) -> bool:
     """Whether all that a load reads are inputs that no kernel writes, those included that say where it reads (a gather's indices)."""
     return all(part.input in constants for part in t.parts_of(load) if isinstance(part, t.Load))
+
+
+def peeled(spec: t.KernelSpec, choice: Choice) -> str:
+    """When the first step of a program is multiplied that a choice takes out of the loop, so that its weights can be loaded before the
+    kernel waits: "last", behind the loop, or "first", in the first of its turns. "" where none is: in `skinny` alone, where a program has
+    several steps, and no kernel of the graph writes any of the weights."""
+    plan = spec.plan
+    if not choice.peel or choice.schedule != "skinny" or not isinstance(plan, t.LinearPlan):
+        return ""
+    if any(window.weight not in spec.constants for segment in plan.segments for window in segment.windows):
+        return ""
+    return peel_of(sympy.sympify(plan.inner), choice)
+
+
+def peel_of(inner: sympy.Expr, choice: Choice) -> str:
+    """`peeled` for a contracted dimension of `inner` elements, whose weights are constants."""
+    share = span_of(inner, choice)
+    if choice.schedule != "skinny" or (share.is_Integer and int(share) <= choice.block_k):
+        return ""
+    every = inner.is_Integer and (choice.split - 1) * int(share) + choice.block_k < int(inner)  # program has a second step
+    return "last" if choice.peel and not every else choice.peel
+
+
+def span_of(inner: sympy.Expr | int, choice: Choice) -> sympy.Expr:
+    """Elements of the contracted dimension that a program sums at most: all, or whole steps where programs share it."""
+    inner = sympy.sympify(inner)
+    if choice.split == 1:
+        return inner
+    return sympy.Integer(math.ceil(math.ceil(int(inner) / choice.split) / choice.block_k) * choice.block_k)
 
 
 def unconditional(roots: Iterable[t.Expr]) -> Iterator[t.Load]:

@@ -14,6 +14,7 @@ from . import apart, cost, library
 from .attention import Attention
 from .attention_decode import AttentionDecode
 from .builder import Builder, triton_type
+from .deferred import peeled
 from .devices import H200, Device
 from .kernel import Choice, Kernel, Launch, LibraryCall, digest_of
 from .linear import Linear
@@ -110,7 +111,8 @@ def header(
 ) -> str:
     """The comment that opens a kernel's file: what it stands for, on what, and what it should cost."""
     plan = spec.plan
-    lines = [f"{spec.name}: schedule {choice.schedule}, {_rows(plan, choice)}"]
+    peel = {"last": ", first step peeled and multiplied last", "first": ", first step peeled"}.get(peeled(spec, choice), "")
+    lines = [f"{spec.name}: schedule {choice.schedule}{peel}, {_rows(plan, choice)}"]
     if spec.nodes:
         lines += ["", *spec.nodes]
     if spec.source_lines:

@@ -1,7 +1,8 @@
 """The blocks, warps and stages that are worth trying for a linear region, best first by the model.
 
 What is listed are tiles that a program can hold in its registers and its processor's shared memory, and that keep whole groups of columns
-where an epilogue needs them. The order is `linear_cost`'s.
+where an epilogue needs them. The order is `linear_cost`'s, but that none whose first step is peeled comes first, and so is taken untried:
+what peeling gains is predicted, and was not measured yet.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .devices import Device
 from .kernel import Choice
@@ -18,6 +20,7 @@ from .roofline import power_of_two
 
 MOST = 36  # candidates that are handed out
 MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
+PEELED = 4  # copies of them whose first step is peeled, the best
 ALIKE_WORDS = 1  # and so over words, where memory decides, and the model tells tiles apart by a percent or two
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
 APART_ROWS = 16  # from which skinny's prologue is tried as a kernel of its own
@@ -27,6 +30,7 @@ SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
 SUMS, SUMS_CROWDED, SUMS_BARE, SUMS_BARE_CROWDED = 64, 32, 128, 64
 GEMV_SUMS, GEMV_SUMS_ROWS, GEMV_SUMS_WIDE = 64, 32, 16  # of one row, of several, in fp32
 WORD_MOST = 200  # registers of a thread over words
+HELD_MOST = 232  # and where a step's tiles are held in them
 COMPUTED = 16  # elements of the rows that a thread computes for one step of `tiled`, where they are not multiplied as they are loaded
 LOADED = 16  # bytes that a thread should load at once
 LINE_BYTES = 64  # bytes of a row that are cheap to read contiguously
@@ -63,7 +67,13 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
         most = ALIKE_WORDS if choice.schedule == "gemv" and choice.digits else ALIKE
         if alike[tile] <= most and alike[tile[:1]] <= MOST_OF_ONE and len(kept) < MOST:
             kept.append(choice)
-    return tuple(kept)
+    first, *others = kept
+
+    def seconds(choice: Choice) -> float:
+        return linear_seconds(work, choice, device)
+
+    peeled = sorted((way for choice in kept for way in _peeled(work, choice, device)), key=seconds)[:PEELED]
+    return first, *(sorted([*others, *peeled], key=seconds) if peeled else others)
 
 
 def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Device, same: bool = False) -> bool:
@@ -73,6 +83,8 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
     if few is not None and (rows is None or rows > min(few, choice.block_m)):
         return False
     if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not (same or _fits(work, choice, device)):
+        return False
+    if not same and work.peel(choice) and registers(work, choice) > HELD_MOST:
         return False
     if choice.schedule == "gemv" and choice.digits:
         return work.words and registers(work, choice) <= WORD_MOST
@@ -150,6 +162,14 @@ def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
             each = programs_of(work, choice) / device.processors
             if _fits(work, choice, device) and (split == 1 or FEWEST < each <= MOST_PROGRAMS) and (not digits or work.as_int8(choice)):
                 yield choice
+
+
+def _peeled(work: LinearWork, choice: Choice, device: Device) -> list[Choice]:
+    """A skinny choice with its first step peeled, where a kernel can start before the end of another, and a thread can hold the tiles."""
+    if device.capability < 90:
+        return []
+    ways = (replace(choice, peel="last"), replace(choice, peel="first"))
+    return [way for way in ways if work.peel(way) == way.peel and registers(work, way) <= HELD_MOST and _fits(work, way, device)]
 
 
 def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choice]:

@@ -15,7 +15,7 @@ import sympy
 from dsi.ir import tile as t
 
 from .columns import Columns, columns_of, cuts_of
-from .deferred import deferred_norm
+from .deferred import deferred_norm, peel_of
 from .devices import Device
 from .kernel import Choice
 from .layout import Interner
@@ -77,6 +77,10 @@ SPREAD = 0.1
 TALL, SHORT = 0.43, 0.4
 TILED, HALF_AREA, COMPUTED = 0.89, 2600, 0.68
 CROWDED = 0.7  # further registers for each sum where an epilogue works on several parts
+# Predicted, not measured yet: a peeled first step saves the latency of the first load, where another kernel's program fits on a processor
+# beside those of the one that runs (else it starts as late as it would have waited); behind the loop it costs the tile's way through shared
+# memory, bytes/s of a processor.
+SOONER, CROWDED_OUT, THROUGH = 0.7e-6, 0.2e-6, 110e9
 UNROUNDED = 3  # waves of programs from which on the last need not be a whole one
 
 
@@ -111,6 +115,7 @@ class LinearWork:
     joined: bool  # an epilogue reads another tensor by row and column
     wide: bool  # products in fp32, outside the matrix units
     words: bool = False  # int8 weights can be read as words
+    constant: bool = False  # no kernel of the graph writes the weights
 
     @property
     def held(self) -> int:
@@ -143,6 +148,15 @@ class LinearWork:
             return self.words and choice.digits > 0
         whole = self.group is not None and (not self.group or self.group % choice.block_k == 0)
         return choice.schedule in ("skinny", "tiled") and (choice.digits > 0 or self.rounded) and whole
+
+    def peel(self, choice: Choice) -> str:
+        """When a choice's first step is multiplied, where it is peeled (deferred.peeled)."""
+        return peel_of(sympy.Integer(self.inner), choice) if self.constant else ""
+
+    def tile_bytes(self, choice: Choice) -> int:
+        """Bytes of the weights' and the rows' tiles of one step, as a program reads them."""
+        rows = choice.block_m * (1 if self.rounded else 2 if self.as_int8(choice) else self.x_bytes)
+        return choice.block_k * (choice.block_n * max(cut.weight_bytes for cut in self.cuts) + rows)
 
     def passes(self, choice: Choice) -> int:
         """Times that a program reads its rows before the products."""
@@ -178,6 +192,7 @@ def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int])
         _joined(plan),
         plan.x_dtype.itemsize >= 4,
         words_possible(spec),
+        all(window.weight in spec.constants for segment in plan.segments for window in segment.windows),
     )
 
 
@@ -221,7 +236,8 @@ def shared_bytes(work: LinearWork, choice: Choice) -> int:
     # What compiled kernels have: the tiles of branches that exclude each other lie side by side, up to three. They share their place where
     # each branch reads a weight of its own and its epilogue exchanges columns, held or in parts (rope), which sets the branches apart.
     together = min(sum(tiles), 3 * max(tiles)) if work.fused or not (work.held > 1 or work.crowded) else max(tiles)
-    return together * choice.block_k * max(choice.num_stages, 1)
+    # A peeled step takes the loop's place behind it, and a further one beside it.
+    return together * choice.block_k * (max(choice.num_stages, 1) + (work.peel(choice) == "first"))
 
 
 def registers(work: LinearWork, choice: Choice) -> int:
@@ -234,7 +250,8 @@ def registers(work: LinearWork, choice: Choice) -> int:
         loaded = elements * max(cut.weight_bytes for cut in work.cuts) / 4
         return max(int(least + (elements * work.accumulators + (4 if work.bare else 8)) * choice.block_m + 2 * loaded), 24)
     sums = work.accumulators * choice.block_m * choice.block_n / threads
-    return int(least + sums * (1 + (CROWDED if work.crowded else 0.0)) + (sums if work.wide else 0))
+    held = work.tile_bytes(choice) // (4 * threads) if work.peel(choice) else 0
+    return int(least + sums * (1 + (CROWDED if work.crowded else 0.0)) + (sums if work.wide else 0)) + held
 
 
 def resident(work: LinearWork, choice: Choice, device: Device) -> int:
@@ -309,6 +326,9 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     seconds += work.passes(choice) * (fit.reading + rows_read * on_processor / (fit.cache * device.cache / processors))
     if choice.split > 1:
         seconds += fit.meeting + 2 * 4 * choice.split * work.rows * work.columns / (fit.cache * device.cache)
+    if peel := work.peel(choice):
+        seconds -= SOONER if on_processor < together else CROWDED_OUT
+        seconds += 0.5 * work.tile_bytes(choice) / THROUGH if peel == "last" else 0.0  # what one program waits for, another may overlap
     return seconds + (0.0 if device.capability >= 90 else device.launch - device.dependent)
 
 

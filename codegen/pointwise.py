@@ -147,6 +147,15 @@ def dot16(one, other, total, DP4A: tl.constexpr):
 """,
         ("dot4", "quarters"),
     ),
+    "late": (
+        """\
+@triton.jit
+def late(tile, PACKED: tl.constexpr):
+    # The same tile, PACKED elements a register; what is made of it cannot be moved in front of this place.
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=PACKED)
+""",
+        (),
+    ),
 }
 
 

@@ -154,7 +154,7 @@ class Printer(IndexPrinter):
             code += f', eviction_policy="{policy}"'
         code += ")"
         if is_float(expr.dtype) and expr.dtype != torch.float32 and not raw:
-            code += ".to(tl.float32)"
+            code = f"{self.block.name_of(code) or code}.to(tl.float32)"
         return self.statement(code, axes, hint or tensor.name or f"in{expr.input}")
 
     def address(self, pointer: str, tensor: t.Tensor, coords, point: Point, guard) -> tuple[str, frozenset[int], list[str]]:

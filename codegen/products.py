@@ -3,7 +3,9 @@
 Three ways: `gemv` multiplies in fp32 and sums at the end; `skinny` has the weights as the tall operand of the matrix units, whose short
 one is a few rows; `tiled` has the rows as the tall operand. Weights that no kernel of the graph writes are asked for *ahead*: before the
 kernel waits for the one before it. `gemv` holds its first tile in registers by then, and in its loop always loads one tile ahead of the
-one that it multiplies.
+one that it multiplies. `skinny`, whose loop copies tiles to shared memory several steps ahead, can have its first step *peeled*: the tile
+is in registers before the wait, the loop begins with the second step, and the first is multiplied last, so that nothing stands between the
+wait and the copies ("last"); or it is in the first turn of the loop, while the copies are under way ("first").
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from dsi.ir.errors import refuse
 
 from .builder import Block, triton_type
 from .columns import Columns
-from .deferred import constant, unconditional
+from .deferred import constant, peeled, unconditional
 from .integers import normalise
 from .printer import Printer, Tile, unrounded
-from .quantised import rounded_rows, scaled, step_scale, within_step
+from .quantised import rounded_rows, scaled, step_scale, within_step, word_step
 from .statistics import Straight, divisible
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Products:
         self.span = self.inner if self.choice.split == 1 else linear.span
         self.straight = self.span.is_Integer and int(self.span) <= self.choice.block_k
         self.first: Tiles = {}  # the tiles loaded ahead
+        self.first_x: dict[str, torch.dtype] = {}  # what a peeled step has loaded of the rows
         self.digits = linear.given is not None and linear.given.unit is not None
         self.words = linear.given is not None and bool(linear.given.words)
         self.given_names = () if linear.given is None else linear.given.names
@@ -50,17 +53,20 @@ class Products:
         self.whole_sums: dict[tuple[int, int], list[str]] = {}  # sums of integers, a digit each, that become one in the end
         self.k0, self.current = "", ""  # in the loop: the first element of a step, its positions
         self.k = ""  # the block variable of the first step, where it is written already
-        self.x_printer: Printer | None = None  # where one step covers everything: what prints x
+        self.x_printer: Printer | None = None  # what prints x of a step that has no loop around it: the only one, or the first, peeled
+        self.peeled = ""  # when the first step is multiplied that is taken out of the loop ("last", "first")
         self.x = linear.deferred or unrounded(self.plan.x, self.plan.x_dtype)
         self.squares = ""  # the sum of squares of a deferred norm
 
     # ------------------------------------------------------------------------------------------------------------------- ahead
 
     def ahead(self) -> None:
-        """What may come before the wait: the first tiles of the weights (gemv), and what else of a single step is constant."""
+        """What may come before the wait: the first tiles of the weights (gemv, and skinny whose first step is peeled), and what else of a
+        single step is constant."""
         if any(window.weight not in self.spec.constants for window in self.segment.windows):
             return
-        if self.schedule == "gemv":
+        self.peeled = peeled(self.spec, self.choice)
+        if self.schedule == "gemv" or self.peeled:
             self.k = self.steps_at(self.body, "k" if self.straight else "k_first", self.linear.k_start)
             self.first = self.load_tiles(self.body, self.body, self.k)
         if self.schedule == "gemv" and self.straight:
@@ -77,9 +83,15 @@ class Products:
         row), and sets `squares` where a norm is deferred."""
         sums = self.zeros()
         current = self.held() if self.schedule == "gemv" and not self.straight else {}
+        if self.peeled:
+            self.first_rows(statistics)
         with self.loop(statistics) as printer:
             k = printer.tile.bound[t.K].code.split("[")[0]
             if self.schedule != "gemv":
+                if self.peeled == "first":
+                    turn = Block(printer.block)
+                    self.first_step(turn, sums)
+                    printer.block.attach(f"if {self.k0} == {self.loop_start()}:", turn)
                 self.matrix_step(printer, k, sums)
             elif self.straight:
                 tiles = self.first or self.load_tiles(printer.block, self.body, k)
@@ -90,6 +102,8 @@ class Products:
                 self.vector_step(printer, current, sums)
                 for key, (name, _) in current.items():
                     printer.block.line(f"{name} = {ahead[key][0]}")
+        if self.peeled == "last":
+            self.first_step(self.body, sums)
         along = 1 if self.linear.single else 2
         for key, digits in self.whole_sums.items():
             if self.words:  # whole numbers as long as possible: they need no conversion, and their sum is exact
@@ -140,6 +154,30 @@ class Products:
             self.body.line(f"{held[key][0]} = {name}")
         return held
 
+    def first_rows(self, statistics: Bases) -> None:
+        """Asks for the rows of a peeled step, which are multiplied behind the loop."""
+        self.x_printer = self.step_printer(self.outer(statistics), statistics)
+        digits = [t.Load(number, (t.R, t.K), torch.int8) for number in self.given_inputs] if self.digits else []
+        for load in digits or unconditional([self.x]):
+            text = self.x_printer.load(load, raw=True)  # converted where it is used, so that no one waits for it here
+            self.first_x[text.code] = load.dtype
+
+    def first_step(self, block: Block, sums: Sums) -> None:
+        """The peeled step, written into `block`. Triton would store its tiles to shared memory, where products take them from, as soon as
+        they are loaded: the kernel would then wait for memory before it has asked for anything else."""
+        assert self.x_printer is not None
+        loop, (self.k0, self.current) = (self.k0, self.current), ("", self.k)
+        block.comment("the first step, whose tiles were loaded before the wait")
+        held = [(name, self.spec.inputs[self.segment.windows[number].weight].dtype) for (number, _), (name, _) in self.first.items()]
+        late = [f"    {name} = late({name}, {4 // dtype.itemsize})" for name, dtype in (*held, *self.first_x.items()) if dtype.itemsize < 4]
+        if late:
+            self.builder.use("late")
+            for line in ("if PDL:", *late):
+                block.line(line)
+        self.x_printer.block = block
+        self.matrix_step(self.x_printer, self.k, sums, self.first)
+        self.k0, self.current = loop
+
     # ------------------------------------------------------------------------------------------------------------------- steps
 
     def size(self) -> str:
@@ -148,6 +186,9 @@ class Products:
     def mask_needed(self, beyond: bool = False) -> bool:
         """Whether a step may hold positions beyond the end: the last one; one of a program that has nothing to sum, where a step is taken
         without a loop around it."""
+        if self.peeled and not self.k0:  # the first of several steps is whole, but for programs with less than one to sum
+            start = (self.choice.split - 1) * self.span
+            return not (self.inner.is_Integer and start + self.choice.block_k <= self.inner)
         cut = not divisible(self.inner, self.choice.block_k)
         return beyond or cut or (not self.linear.even and (self.straight or self.schedule == "gemv"))
 
@@ -191,8 +232,13 @@ class Products:
             self.builder.names.new(f"{k}_in")
             first.append(f"{k}_in = {k} < {linear.k_end or self.size()}")
         tile, around = self.x_tile(k, statistics)
-        header = f"for {k0} in range({linear.k_start or '0'}, {linear.k_end or self.size()}, BLOCK_K):"
+        header = f"for {k0} in range({self.loop_start()}, {linear.k_end or self.size()}, BLOCK_K):"
         return outer.on(around).loop(header, tile, first)
+
+    def loop_start(self) -> str:
+        """Source of the first element of the loop."""
+        start = self.linear.k_start
+        return (f"{start} + BLOCK_K" if start else "BLOCK_K") if self.peeled else start or "0"
 
     def load_tiles(self, block: Block, body: Block, k: str, hoist: bool = False) -> Tiles:
         """Loads the tiles of every window and part at step `k`: names and axes."""
@@ -268,46 +314,10 @@ class Products:
             code = printer.statement(f"tl.where({printer.tile.masks[k_axis]}, {value.code}, 0.0)", value.axes | {k_axis}, "x").code
         printer.block.line(f"{self.squares} += {code} * {code}")
 
-    def word_step(self, printer: Printer, tiles: Tiles, sums: Sums) -> None:
-        """One step of products of words."""
-        assert self.linear.given is not None
-        self.builder.use("dot16")
-        self.builder.constants["DP4A"] = True
-        left = [printer.load(t.Load(number, (t.R, t.K), torch.int32), raw=True).code for number in self.given_inputs]
-        for (number, part), (w, _) in tiles.items():
-            window, block = self.segment.windows[number], printer.block
-            digits = self.whole_sums.get((number, part))
-            if digits is not None:
-                for digit, rows in zip(digits, left, strict=True):
-                    block.line(f"{digit} = dot16({w}, {rows}, {digit}, DP4A)")
-                continue
-            products = [f"dot16({w}, {rows}, 0, DP4A)" for rows in left]
-            product = products[0] if len(products) == 1 else f"({products[0]} * 256 + {products[1]})"
-            block.line(f"{sums[(number, part)]} += {product}.to(tl.float32) * {self.word_scale(block, window, part)}")
-
-    def word_scale(self, block: Block, window: t.WeightWindow, part: int) -> str:
-        """The scales of a tile of words: of a step, where it lies within a group, else of four words each."""
-        scale = window.scale
-        assert scale is not None
-        if within_step(scale, self.choice.block_k):
-            one = step_scale(self, block, window, part, self.step_start())
-            return one if self.linear.single else f"{one}[None, :, :]"
-        k = self.builder.names.new("k_fourth")
-        block.line(f"{k} = {self.step_start()} + tl.arange(0, BLOCK_K // 4) * 4")
-        masks = ["c"] if self.masked else []
-        if self.mask_needed():
-            self.builder.names.new(f"{k}_in")
-            block.line(f"{k}_in = {k} < {self.size()}")
-            masks.append("k")
-        tile = self.linear.part(self.linear.tile("rck", {"c": self.c, "k": k}, tuple(masks)), self.columns, part)
-        tile.shape = (*tile.shape[:-1], "BLOCK_K // 4")
-        dtype = self.spec.inputs[scale.input].dtype
-        return Printer(self.builder, block, tile).load(t.Load(scale.input, scale.coords, dtype)).code
-
     def vector_step(self, printer: Printer, tiles: Tiles, sums: Sums) -> None:
         """One step of fp32 multiply-adds."""
         if self.words:
-            return self.word_step(printer, tiles, sums)
+            return word_step(self, printer, tiles, sums)
         x = self.rows(printer, wide=True)
         if self.plan.activations:
             x = rounded_rows(printer, x, self.linear.step if self.linear.single else f"{self.linear.step}[:, None, None]")
@@ -318,8 +328,8 @@ class Products:
                 wide = f"({scaled(self, printer.block, self.weight_printer(printer.block, part), window, part, name, self.step_start())})"
             printer.block.line(f"{sums[(number, part)]} += {x} * {wide}")
 
-    def matrix_step(self, printer: Printer, k: str, sums: Sums) -> None:
-        """One step on the matrix units."""
+    def matrix_step(self, printer: Printer, k: str, sums: Sums, tiles: Tiles | None = None) -> None:
+        """One step on the matrix units, over `tiles` of the weights where they are loaded already."""
         skinny, block = self.schedule == "skinny", printer.block
         whole = frozenset((0, 1))
         # Scales that change within a step multiply the weights, which then need fp32.
@@ -336,7 +346,7 @@ class Products:
             left = [self.rows(printer, wide=exact)]
         if skinny:
             left = [printer.statement(f"tl.trans({part})", whole, "x_t").code for part in left]
-        tiles = self.load_tiles(block, self.body, k, hoist=block is not self.body)
+        tiles = tiles or self.load_tiles(block, self.body, k, hoist=block is not self.body)
         precision = ', input_precision="ieee"' if exact or self.plan.x_dtype == torch.float32 else ""
         shape = "[BLOCK_N, BLOCK_K]" if skinny else "[BLOCK_K, BLOCK_N]"
         for (number, part), (w, axes) in tiles.items():

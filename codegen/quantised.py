@@ -25,7 +25,7 @@ from .words import as_words
 if TYPE_CHECKING:
     from .kernel import Choice
     from .linear import Bases, Linear
-    from .products import Products
+    from .products import Products, Sums, Tiles
 
 TWO_DIGITS = 32639.0  # the largest value whose two digits fit int8: 127 * 256 + 127
 # 1.5 * 2**23: added and taken away again, it leaves the nearest integer, ties to even, of a value below 2**22.
@@ -76,6 +76,45 @@ def scaled(products: Products, block: Block, right: Printer, window: t.WeightWin
         return f"tl.reshape(tl.reshape({wide}, {apart}) * {s}[{lead}:, :, None], {together})"
     dtype = products.spec.inputs[window.scale.input].dtype
     return f"{wide} * {right.load(t.Load(window.scale.input, window.scale.coords, dtype)).code}"
+
+
+def word_step(products: Products, printer: Printer, tiles: Tiles, sums: Sums) -> None:
+    """One step of products of words."""
+    given, block = products.linear.given, printer.block
+    assert given is not None
+    products.builder.use("dot16")
+    products.builder.constants["DP4A"] = True
+    left = [printer.load(t.Load(number, (t.R, t.K), torch.int32), raw=True).code for number in given.inputs]
+    for (number, part), (w, _) in tiles.items():
+        digits = products.whole_sums.get((number, part))
+        if digits is not None:
+            for digit, rows in zip(digits, left, strict=True):
+                block.line(f"{digit} = dot16({w}, {rows}, {digit}, DP4A)")
+            continue
+        parts = [f"dot16({w}, {rows}, 0, DP4A)" for rows in left]
+        product = parts[0] if len(parts) == 1 else f"({parts[0]} * 256 + {parts[1]})"
+        block.line(f"{sums[(number, part)]} += {product}.to(tl.float32) * {_word_scale(products, block, number, part)}")
+
+
+def _word_scale(products: Products, block: Block, number: int, part: int) -> str:
+    """The scales of a window's tile of words: of a step, where it lies within a group, else of four words each."""
+    linear, window = products.linear, products.segment.windows[number]
+    scale = window.scale
+    assert scale is not None
+    if within_step(scale, products.choice.block_k):
+        one = step_scale(products, block, window, part, products.step_start())
+        return one if linear.single else f"{one}[None, :, :]"
+    k = products.builder.names.new("k_fourth")
+    block.line(f"{k} = {products.step_start()} + tl.arange(0, BLOCK_K // 4) * 4")
+    masks = ["c"] if products.masked else []
+    if products.mask_needed():
+        products.builder.names.new(f"{k}_in")
+        block.line(f"{k}_in = {k} < {products.size()}")
+        masks.append("k")
+    tile = linear.part(linear.tile("rck", {"c": products.c, "k": k}, tuple(masks)), products.columns, part)
+    tile.shape = (*tile.shape[:-1], "BLOCK_K // 4")
+    dtype = products.spec.inputs[scale.input].dtype
+    return Printer(products.builder, block, tile).load(t.Load(scale.input, scale.coords, dtype)).code
 
 
 def int8_rows(spec: t.KernelSpec, choice: Choice) -> bool:

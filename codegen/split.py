@@ -7,12 +7,12 @@ again afterwards.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import sympy
 
 from .builder import Block
+from .deferred import span_of
 
 if TYPE_CHECKING:
     from .linear import Linear
@@ -23,7 +23,7 @@ def shares(linear: Linear) -> None:
     """Writes which part of the contracted dimension a program sums: whole steps, as even as they come."""
     assert linear.one_block, "programs share a sum of one block of rows"
     body, choice, inner = linear.builder.body, linear.choice, int(linear.span)
-    span = math.ceil(math.ceil(inner / choice.split) / choice.block_k) * choice.block_k
+    span = int(span_of(inner, choice))
     linear.builder.constant("SPLIT", choice.split)
     linear.span, linear.even = sympy.Integer(span), inner == span * choice.split
     linear.k_start, linear.k_end = linear.builder.names.new("k_start"), linear.builder.names.new("k_end")

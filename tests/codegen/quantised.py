@@ -62,6 +62,13 @@ def quantised(make: Callable[[], Case], group: int = 0, kn: bool = False) -> Cas
     return case
 
 
+def constant(case: Case) -> Case:
+    """The case with its weights declared to be constants, so that they are read ahead."""
+    weights = {window.weight for segment in case.spec.plan.segments for window in segment.windows}
+    case.spec.constants = frozenset({*case.spec.constants, *weights})
+    return case
+
+
 def rounded_rows(case: Case) -> Case:
     """A projection whose rows are rounded to int8 (W8A8), with its expected value."""
     case.spec.plan = replace(case.spec.plan, activations="int8")

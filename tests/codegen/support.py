@@ -195,9 +195,9 @@ _TYPES = {
 }
 
 
-def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False) -> dict[str, int]:
+def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False, texts: dict[str, str] | None = None) -> dict[str, int]:
     """Registers, stack, local and shared memory of a kernel compiled for sm_`capability`. Needs no GPU. `ones`: all sizes are 1, as
-    triton then specialises."""
+    triton then specialises. `texts` is given the PTX."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -225,4 +225,6 @@ def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False) -
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         found = ptx.resources(compiled.asm["cubin"], launch.entry, Path(folder))
+    if texts is not None:
+        texts["ptx"] = compiled.asm["ptx"]
     return {**found, "SHARED": compiled.metadata.shared}

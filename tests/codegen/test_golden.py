@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsi.codegen import generate
+from dsi.codegen import Choice, generate
 
 from . import plans
-from .quantised import quantised
+from .quantised import constant, quantised
 
 FOLDER = Path(__file__).with_name("golden")
 BF16 = torch.bfloat16
@@ -29,7 +29,13 @@ CASES = {
     "post_norm": lambda: plans.post_norm(BF16, 1, 768, symbolic=True),
     "embedding": lambda: plans.embedding(BF16, 1, 1, 50257, 768, symbolic=True),
     "gate_up_int8_decode": lambda: quantised(lambda: plans.gate_up(BF16, 1, 4096, 14336)),
+    "qkv_peeled": lambda: constant(plans.llama_qkv(BF16, 1, 8, 32, 8, 128, 4096, 1024)),
+    "gate_up_int8_peeled": lambda: constant(quantised(lambda: plans.gate_up(BF16, 8, 4096, 14336), 128)),
     "causal_mask": lambda: plans.causal_mask(1, 1, 1, symbolic=True),
+}
+CHOICES = {
+    "qkv_peeled": Choice("skinny", 8, 8, 32, 128, 256, 4, 3, 5, peel="last"),
+    "gate_up_int8_peeled": Choice("skinny", 8, 8, 128, 128, 256, 4, 3, digits=2, peel="first"),
 }
 
 
@@ -37,7 +43,7 @@ CASES = {
 def test_source(name, golden):
     with torch.device("meta"):
         spec = CASES[name]().spec
-    golden(FOLDER / f"{name}.txt", generate(spec)[-1].source)
+    golden(FOLDER / f"{name}.txt", generate(spec, CHOICES.get(name))[-1].source)
 
 
 def test_sources_are_the_same_in_every_run():
