@@ -1,10 +1,9 @@
 """The schedule of attention regions with few queries: the keys are spread over several programs, and the last of these to arrive joins
-their parts.
+their parts (`attention_meeting`).
 
 The programs of a block of rows take its blocks of keys in turn, so that each has its share wherever the keys lie that rows see, and each
-visits from the first to the last of its own keys that some row sees. Partial results (sums of weighted values, maxima of scores, sums of
-weights; fp32) go to a workspace. A program that has stored its own counts itself as arrived; the one that finds all others there joins
-them in the order of the parts, whoever was last, so that a result has the same bits in every run. The counters are zero again afterwards.
+visits from the first to the last of its own keys that some row sees. Where they look at the whole mask first, the blocks that hold such
+keys can be dealt out alone; where a program has but one block, it asks for that at once, and finds out meanwhile who else has such keys.
 
 With 16 rows and more in a block, matrix units multiply. With fewer, each key is multiplied with each row in fp32; every place in a block
 of keys then has a softmax of its own, so that nothing is exchanged between threads until all keys are seen.
@@ -18,16 +17,17 @@ import sympy
 import torch
 from dsi.ir import tile as t
 
-from .attention_scan import greatest, least, scan, scannable
+from .attention_meeting import Parts, all_parts, meet, parts_dealt, parts_in_sight
+from .attention_scan import bits_of_parts, greatest, keys_in_sight, least, scan, scannable
 from .attention_tiles import LEAST_OF_A_PRODUCT, AttentionTiles, Channels
 from .builder import Block, Builder, prefetch, triton_type
-from .columns import ceil_div
 from .kernel import Choice
 from .printer import Printer, conjunction
 from .statistics import divisible
 
 LINE = 128  # bytes that one prefetch asks for
-UNROLLED = 8  # parts whose loads are under way at once when they are joined
+BITS = 31  # parts that a bit each of an integer stands for
+TOGETHER = 16  # keys of a mask that are loaded at once: blocks that are dealt out begin at a multiple
 
 
 class AttentionDecode(AttentionTiles):
@@ -37,19 +37,28 @@ class AttentionDecode(AttentionTiles):
         self.matrix = choice.block_m >= LEAST_OF_A_PRODUCT
         super().__init__(spec, choice)
         self.rows_at = "" if self.single else "[:, None]"
-        self.scanned = choice.block_s > 1 and scannable(self.plan)
+        keys, masked = self.keys, scannable(self.plan)
+        known = not self.plan.window and keys.is_Integer
+        self.blocks = math.ceil(math.ceil(int(keys) / choice.block_n) / choice.split) if known else 0  # of a program; 0: not known
+        self.scanned = choice.block_s > 1 and masked
+        # Each part is one block of keys, whatever the mask.
+        self.apart = self.blocks == 1 and masked and choice.live in ("parts", "seen") and choice.split <= BITS
+        self.dealt = self.scanned and not self.apart and choice.live != ""
+        self.one_of_keys = self.blocks == 1 and (self.apart or self.dealt or not self.scanned)
         self.part = ""
+        self.parts: Parts | None = None  # who meets; None: all
 
     def write(self) -> tuple[Builder, tuple[sympy.Expr, ...]]:
         """Writes the whole body and returns the builder and the launch grid."""
         split = self.choice.split
         self.open("tl.program_id(0) // SPLIT" if split > 1 else "tl.program_id(0)")
-        self.load_queries()
+        if not (self.one_of_keys and self.choice.early):
+            self.load_queries()
         self.keys_loop()
         if split == 1:
             self.finish(self.builder.body, self.outs)
         else:
-            self.join()
+            meet(self, self.parts or all_parts(self.part, split))
         return self.builder, self.grid(split)
 
     def ahead(self) -> None:
@@ -60,7 +69,7 @@ class AttentionDecode(AttentionTiles):
             builder.constant("SPLIT", choice.split)
             self.part = builder.names.new("part")
             body.line(f"{self.part} = tl.program_id(0)" + ("" if self.one_block else " % SPLIT"))
-        if not choice.prefetch or plan.window or self.scanned:
+        if not choice.prefetch or plan.window or (self.scanned and not self.apart):
             return
         block, j, line = Block(body), builder.names.new("j_ahead"), builder.names.new("line")
         start = f"{self.part} * BLOCK_J + " if self.part else ""
@@ -98,17 +107,31 @@ class AttentionDecode(AttentionTiles):
         stop = self.named("end_key", least(end))
         step = "BLOCK_J * SPLIT" if split > 1 else "BLOCK_J"
         own = begin if split == 1 else f"{self.part} * BLOCK_J" if begin == "0" else f"{begin} + {self.part} * BLOCK_J"
-        known = begin == "0" and self.keys.is_Integer
-        blocks = math.ceil(math.ceil(int(self.keys) / choice.block_n) / split) if known else 0
-        if blocks == 1 and not self.scanned:
+        if self.dealt:
+            own, stop = self.deal(begin, stop)
+            self.key_mask = True
+        elif self.one_of_keys:
             self.key_mask = not divisible(self.keys, choice.block_n * split)
-            self.only_block(own)
-            return
-        if self.scanned:
+        elif self.scanned:
             count = f"tl.cdiv({stop} - {begin}, {step}) * BLOCK_J" if begin != "0" else f"tl.cdiv({stop}, {step}) * BLOCK_J"
-            found = scan(self, sympy.Integer(blocks * choice.block_n) if known and stop == keys else count, self.key_of(begin), stop)
+            looked_at = sympy.Integer(self.blocks * choice.block_n) if self.blocks and stop == keys else count
+            found = scan(self, looked_at, self.key_of(begin), stop)
             own, stop = f"{found.first} // BLOCK_J * BLOCK_J", found.end
-        self.several_blocks(own, stop, step)
+        if self.one_of_keys:
+            self.only_block(own, stop)
+        else:
+            self.several_blocks(own, stop, step)
+
+    def deal(self, begin: str, stop: str) -> tuple[str, str]:
+        """Writes a look at the whole mask, and which blocks between the first and the last key that some row sees are the program's;
+        returns the sources of where its first begins and of the end of all."""
+        looked_at = self.keys if stop == self.size(self.keys) and begin == "0" else f"{stop} - {begin}" if begin != "0" else stop
+        found = scan(self, looked_at, lambda seen: seen if begin == "0" else f"{begin} + {seen}", stop)
+        start = self.named("start", f"{found.first} // {TOGETHER} * {TOGETHER}")
+        if self.choice.split == 1:
+            return start, found.end
+        self.parts = parts_dealt(self, self.part, start, found)
+        return f"{start} + {self.part} * BLOCK_J", found.end
 
     def key_of(self, begin: str):
         """The key of each number among the keys that are this program's own."""
@@ -120,13 +143,23 @@ class AttentionDecode(AttentionTiles):
 
         return key
 
-    def only_block(self, start: str) -> None:
+    def only_block(self, start: str, stop: str) -> None:
         """The keys where a program has one block of them: its loads do not wait for one another."""
         body, axis = self.builder.body, 0 if self.single else 1
+        meets = self.apart and self.choice.split > 1 and self.scanned
         body.line(f"j = {f'{start} + ' if start != '0' else ''}tl.arange(0, BLOCK_J)")
         if self.key_mask:
-            body.line(f"j_in = j < {self.size(self.keys)}")
+            body.line(f"j_in = j < {stop if self.dealt else self.size(self.keys)}")
+        if self.apart and self.choice.live == "seen":
+            body.line(f"j_in = {keys_in_sight(self)}")
+            self.key_mask = True
         k, v = self.keys_of(body), self.values_of(body)
+        if self.choice.early:
+            # Not for what it waits for: compilers move no load over it, and what comes behind it can be computed behind it only.
+            body.line("tl.debug_barrier()")
+            self.load_queries()
+        if meets:
+            self.parts = parts_in_sight(self, self.part, bits_of_parts(self, stop))
         self.scores(body, k)
         body.line(f"top = tl.max(scores, {axis})")
         body.line(f"shift = {self.shift('top')}")
@@ -149,7 +182,7 @@ class AttentionDecode(AttentionTiles):
         loop = Block(body)
         loop.line("j = j0 + tl.arange(0, BLOCK_J)")
         if self.key_mask:
-            loop.line(f"j_in = j < {self.size(self.keys)}")
+            loop.line(f"j_in = j < {stop if self.dealt else self.size(self.keys)}")
         k = self.keys_of(loop)
         # Loads that are not made ahead by several stages are at least made together.
         v = self.values_of(loop) if choice.num_stages == 1 else []
@@ -213,86 +246,3 @@ class AttentionDecode(AttentionTiles):
     def rounded(self, name: str) -> str:
         """Source of an operand of matrix units."""
         return name if self.plan.dtype == torch.float32 else f"{name}.to({triton_type(self.plan.dtype)})"
-
-    # ------------------------------------------------------------------------------------------------------------------ parts
-
-    def join(self) -> None:
-        """Stores the program's part, and has the last program to arrive join all of them and finish."""
-        builder, body, new, split = self.builder, self.builder.body, self.builder.names.new, self.choice.split
-        rows = 1 if self.single else self.choice.block_m
-        record = rows * (sum(part.width for part in self.e) + 2)
-        blocks = sympy.Integer(1) if self.one_block else ceil_div(self.rows, self.choice.block_m)
-        count = sympy.sympify(self.plan.batch) * self.plan.kv_heads * blocks
-        partial = builder.workspace("partial", count * split * record, "float32")
-        arrivals = builder.workspace("arrived", count, "int32", zeroed=True)
-        number = self.number(blocks)
-        body.comment(f"the last of {split} programs to arrive joins their parts, in order")
-        if number:
-            wide = not (count.is_Integer and int(count) * split * record < 2**31)
-            first = f"tl.cast({number}, tl.int64)" if wide else f"({number})" if " " in number else number
-            partial += f" + {first} * {split * record}"
-            arrivals += f" + {number}"
-        places = self.places(partial, rows)
-        for name, (place, mask) in places.items():
-            body.line(f"tl.store({place} + {self.part} * {record}, {name}{mask})")
-        body.line("tl.debug_barrier()")
-        arrived = new("arrived_before")
-        body.line(f'{arrived} = tl.atomic_add({arrivals}, 1, sem="acq_rel")')
-        done = Block(body)
-        done.line(f"tl.store({arrivals}, 0)")
-        loads = {
-            name: f'tl.load({place}{{}}{mask}{", other=0.0" if mask else ""}, cache_modifier=".cg")'
-            for name, (place, mask) in places.items()
-        }
-        whole = {name: new(f"all_{name}") for name in places}
-        for name, load in loads.items():
-            done.line(f"{whole[name]} = {load.format('')}")
-        loop, other, top, share = Block(done), new("other"), new("new_top"), new("share")
-        there = {name: new(f"{name}_there") for name in places}
-        for name, load in loads.items():
-            loop.line(f"{there[name]} = {load.format(f' + {other} * {record}')}")
-        loop.line(f"{top} = tl.maximum({whole['top']}, {there['top']})")
-        loop.line(f"shift = {self.shift(top)}")
-        loop.line(f"decay = {self.weight(whole['top'], 'shift')}")
-        loop.line(f"{share} = {self.weight(there['top'], 'shift')}")
-        for name in ("total", *self.outs):
-            along = "" if name == "total" else self.rows_at
-            loop.line(f"{whole[name]} = {whole[name]} * decay{along} + {there[name]} * {share}{along}")
-        loop.line(f"{whole['top']} = {top}")
-        unrolled = f"tl.static_range(1, {split})" if split <= UNROLLED else f"tl.range(1, {split}, loop_unroll_factor={UNROLLED})"
-        done.attach(f"for {other} in {unrolled}:", loop)
-        self.finish(done, [whole[name] for name in self.outs], whole["total"], whole["top"])
-        body.attach(f"if {arrived} == {split - 1}:", done)
-
-    def number(self, blocks: sympy.Expr) -> str:
-        """Source of the number of a block of rows among all; "" where there is one."""
-        code = ""
-        for name, size, fixed in (
-            ("b", "", t.B in self.fixed),
-            ("g", str(self.plan.kv_heads), t.G in self.fixed),
-            ("row_block", self.size(blocks, 3), self.one_block),
-        ):
-            if not fixed:
-                code = f"{f'({code})' if ' ' in code else code} * {size} + {name}" if code else name
-        return code
-
-    def places(self, partial: str, rows: int) -> dict[str, tuple[str, str]]:
-        """Writes the addresses of a part's results in the workspace; returns, by what is stored, the address and the mask."""
-        body, new = self.builder.body, self.builder.names.new
-        lane = "tl.arange(0, BLOCK_M)"
-        found, at = {}, 0
-        here = new("here")
-        body.line(f"{here} = {partial}")
-        for part, out in zip(self.e, self.outs, strict=True):
-            place = new(f"{out}_here")
-            lanes = f"tl.arange(0, {part.block})"
-            lanes = lanes if self.single else f"{lane}[:, None] * {part.block} + {lanes}[None, :]"
-            body.line(f"{place} = {here} + {f'{at} + ' if at else ''}{lanes}")
-            found[out] = (place, ", mask=m_in[:, None]" if self.row_mask else "")
-            at += rows * part.width
-        for name in ("top", "total"):
-            place = new(f"{name}_here")
-            body.line(f"{place} = {here} + {at}" + ("" if self.single else f" + {lane}"))
-            found[name] = (place, ", mask=m_in" if self.row_mask else "")
-            at += rows
-        return found

@@ -114,6 +114,39 @@ def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], s
     return Seen(names["first_seen"], names["end_seen"], names["first_common"], names["end_common"])
 
 
+def bits_of_parts(kernel: AttentionTiles, end: str) -> str:
+    """Writes a look at the whole mask, `choice.block_s` keys a step, for a kernel of which part p has the p-th block of keys and no other;
+    returns the source of an integer with a bit for each part that holds a key that some row sees. Its loads are written here, its end is
+    where the source is used."""
+    builder, body, step = kernel.builder, kernel.builder.body, kernel.choice.block_s
+    builder.constant("BLOCK_S", step)
+    names = {name: builder.names.new(name) for name in ("j_seen", "s_seen")}
+    body.comment("which keys any row may see")
+    rows, all_rows, masked = _rows(kernel, names["s_seen"])
+    one_step = int(kernel.keys) <= step
+    block, start, bits = body if one_step else Block(body), builder.names.new("seen"), builder.names.new("bits")
+    if not one_step:
+        body.line(f"{bits} = tl.zeros([BLOCK_S], tl.int32)")
+    block.line(f"{names['j_seen']} = {'' if one_step else f'{start} + '}tl.arange(0, BLOCK_S)")
+    ended = not (end == kernel.size(kernel.keys) and divisible(kernel.keys, step))
+    if ended:
+        block.line(f"{builder.names.new(names['j_seen'] + '_in')} = {names['j_seen']} < {end}")
+    some, _ = _visible(kernel, block, rows, all_rows, masked, names, ended=ended)
+    found = f"tl.where({some}, 1 << ({names['j_seen']} // BLOCK_J), 0)"
+    block.line(f"{bits} = {found if one_step else f'{bits} | {found}'}")
+    if not one_step:
+        body.attach(f"for {start} in range(0, {kernel.size(kernel.keys)}, BLOCK_S):", block)
+    return f"tl.reduce_or({bits}, 0)"
+
+
+def keys_in_sight(kernel: AttentionTiles) -> str:
+    """Writes which of the program's one block of keys `j` some row sees; returns the name."""
+    names = {"j_seen": "j", "s_seen": kernel.builder.names.new("s_seen")}
+    rows, all_rows, masked = _rows(kernel, names["s_seen"])
+    some, _ = _visible(kernel, kernel.builder.body, rows, all_rows, masked, names, "BLOCK_J", kernel.key_mask)
+    return some
+
+
 def _rows(kernel: AttentionTiles, s_seen: str) -> tuple[str, str, bool]:
     """Writes the queries whose masks are looked at; returns the axis, the number of rows that count, and whether rows are masked."""
     choice, body = kernel.choice, kernel.builder.body
@@ -138,14 +171,24 @@ def _rows(kernel: AttentionTiles, s_seen: str) -> tuple[str, str, bool]:
     return "q", queries if kernel.one_block else f"tl.minimum(BLOCK_Q, {queries} - {kernel.first_query})", True
 
 
-def _visible(kernel: AttentionTiles, block: Block, rows: str, count: str, masked: bool, names: dict[str, str]) -> tuple[str, str]:
-    """Writes which keys of a step some row sees, and which every row does; returns the names."""
+def _visible(
+    kernel: AttentionTiles,
+    block: Block,
+    rows: str,
+    count: str,
+    masked: bool,
+    names: dict[str, str],
+    width: str = "BLOCK_S",
+    ended: bool = True,
+) -> tuple[str, str]:
+    """Writes which keys of a step of `width` some row sees, and which every row does; returns the names. `ended`: some may be behind the
+    end."""
     mask, new = kernel.plan.mask, kernel.builder.names.new
     assert mask is not None
     axes = (rows, "j") if rows else ("j",)
     renamed = {"j": names["j_seen"], **({"s": names["s_seen"], "q": names["s_seen"]} if rows == "q" else {})}
-    tile = kernel.tile(*axes, names=renamed, masked={"j": True, "q": masked})
-    tile.shape = (*tile.shape[:-1], "BLOCK_S")
+    tile = kernel.tile(*axes, names=renamed, masked={"j": ended, "q": masked})
+    tile.shape = (*tile.shape[:-1], width)
     printer = kernel.within(block, tile)
     printer.expect([mask])
     text = printer.value(mask)

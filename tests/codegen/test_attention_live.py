@@ -1,0 +1,163 @@
+"""Attention kernels whose programs know which parts hold keys that rows see: the others take no part, and one that is alone needs none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dsi.codegen import Choice, generate
+from dsi.codegen.devices import H200
+from dsi.ir import tile as t
+from dsi.ir.tolerances import disagreement
+
+from . import plans
+from .support import check, op, resources
+from .test_attention import BATCH, KEYS, MASKS, added, case_of, prefix
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LIVE = ("parts", "seen", "dealt")
+# Five blocks of 16 keys, one a program (of which two have none).
+DECODE = Choice("attention_decode", None, 16, 16, 1, 128, 4, 1, 8, live="parts")
+SEVERAL = replace(DECODE, split=2, num_stages=2, live="dealt")  # blocks a program
+GENERATOR = torch.Generator().manual_seed(11)
+
+
+def blocks(shown: str, batch: int = 1, keys: int = KEYS, queries: int = 1) -> torch.Tensor:
+    """[batch, 1, queries, keys]: of the blocks of 16 keys that are "1", some keys at random and one at least; of others none."""
+    mask = torch.rand(batch, 1, queries, keys, generator=GENERATOR) < 0.5
+    for number, digit in enumerate(shown):
+        here = mask[..., number * 16 : number * 16 + 16]
+        here &= digit == "1"
+        here[..., 3] = digit == "1"
+    return mask
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(interpreter, name):
+    """One block of keys a program and several, looked at in one step and in many, by matrix units and without."""
+    check(case_of(name, queries=1), interpreter, choice=DECODE)
+    check(case_of(name), interpreter, choice=replace(DECODE, block_m=8, block_s=32, live="seen"))
+    check(case_of(name, queries=1, symbolic=True), interpreter, choice=replace(SEVERAL, block_m=2, num_stages=1))
+
+
+@pytest.mark.parametrize("shown", ["00000", "10000", "00001", "00100", "01010", "10001", "11111"])
+@pytest.mark.parametrize("live, block_m, dtype", [("parts", 1, F16), ("seen", 1, F16), ("parts", 16, BF16), ("dealt", 16, BF16)])
+def test_parts_with_keys(interpreter, shown, live, block_m, dtype):
+    case = plans.attention(dtype, 1, 2, 2, 1, KEYS, 24, mask=blocks(shown))
+    check(case, interpreter, choice=replace(DECODE, block_m=block_m, live=live, early=block_m == 1))
+
+
+@pytest.mark.parametrize("live", LIVE)
+def test_entries_of_a_batch_have_parts_of_their_own(interpreter, live):
+    """One entry sees nothing, one a part, one all; heads in groups of an odd size, and several queries that see different parts."""
+    mask = torch.cat([blocks(shown) for shown in ("00000", "00010", "11111")])
+    case = plans.attention(F32, 3, 6, 2, 1, KEYS, 24, 40, mask=mask, sinks=True)
+    check(case, interpreter, choice=replace(DECODE, block_m=4, live=live))
+    mask = torch.cat([blocks(shown, queries=1) for shown in ("01000", "00001", "00000")], 2)
+    case = plans.attention(F32, 1, 6, 2, 3, KEYS, 24, mask=added(mask), softcap=3.0)
+    check(case, interpreter, choice=replace(DECODE, live=live, block_m=4, block_k=16))
+
+
+@pytest.mark.parametrize("live", LIVE)
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"causal": True, "window": 20}, {"window": 3}, {"softcap": 2.0}, {"bias": True}, {"sinks": True}], ids=str
+)
+def test_what_attention_may_be_told(interpreter, options, live):
+    for symbolic in (False, True):
+        case = plans.attention(F32, 2, 4, 2, 3, 40, symbolic=symbolic, mask="additive" if symbolic else "bool", strided=True, **options)
+        check(case, interpreter, choice=replace(DECODE, split=4, block_m=8, block_s=16, live=live))
+
+
+@pytest.mark.parametrize("split, keys, dtype", [(1, 16, F16), (1, 64, F32), (2, 250, BF16), (16, 250, F16), (32, 40, F32), (16, 600, F32)])
+@pytest.mark.parametrize("live", LIVE)
+def test_any_number_of_programs(interpreter, split, keys, dtype, live):
+    case = plans.attention(dtype, 2, 4, 1, 1, keys, mask="bool")
+    check(case, interpreter, choice=replace(DECODE, block_m=4, split=split, live=live))
+
+
+@pytest.mark.parametrize("live", LIVE)
+@pytest.mark.parametrize("name", ["left padding", "window", "positions", "added, left padding", "none"])
+def test_parts_without_keys_are_no_part_of_a_sum(interpreter, name, live):
+    """A value that is no number would spoil every sum that it enters, by a weight of 0 too; so would one that a part never left."""
+    case, mask = case_of(name), MASKS[name]
+    seen = (mask if mask.dtype == torch.bool else mask == 0).expand(BATCH, 1, 3, KEYS).any(2)
+    for entry in range(BATCH):
+        for start in range(0, KEYS, 16):
+            if not seen[entry, 0, start : start + 16].any():
+                case.inputs[1][entry, :, start : start + 16] = float("nan")
+                case.inputs[2][entry, :, start : start + 16] = float("nan")
+    if name == "none":  # the first part is all there is
+        case.inputs[2][:, :, :16] = 0.0
+    check(case, interpreter, choice=replace(DECODE, block_m=8, live=live))
+
+
+@pytest.mark.parametrize("live", ["seen", "dealt"])
+def test_hidden_keys_are_not_read(interpreter, live):
+    """Within a block, too: those that no row sees, or those behind the last that one does."""
+    mask = prefix((5, 37), left=(20, 0)) & (torch.arange(KEYS) % 3 > 0)
+    case = plans.attention(F16, BATCH, 4, 2, 1, KEYS, mask=mask)
+    hidden = ~mask[:, 0, 0] if live == "seen" else torch.arange(KEYS)[None] > torch.tensor([24, 36])[:, None]
+    for tensor in case.inputs[1:3]:
+        tensor.masked_fill_(hidden[:, None, :, None], float("nan"))
+    check(case, interpreter, choice=replace(DECODE, block_m=2, live=live))
+    if live == "seen":  # by one program, too, which meets nobody
+        check(case, interpreter, choice=replace(DECODE, block_m=2, live=live, block_n=128, split=1, block_s=1))
+
+
+def test_a_mask_computed_from_positions(interpreter):
+    case = plans.attention(F32, 1, 4, 2, 1, KEYS, mask=prefix((17,), left=(0,)))
+    where = case.input("position", (), dtype=torch.int64, values=torch.tensor(16))
+    case.spec.plan = replace(case.spec.plan, mask=op("le", t.Index(t.J), case.load(where), dtype=torch.bool))
+    case.inputs[2][:, :, 32:] = float("nan")
+    for live in LIVE:
+        check(case, interpreter, choice=replace(DECODE, block_m=2, live=live))
+
+
+@pytest.mark.parametrize("live", ["", *LIVE])
+def test_launch_after_launch_with_the_same_counters(interpreter, live):
+    """Steps of a sequence that grows, then shrinks: what a launch leaves in the workspace is not taken for another's; one part that is
+    alone leaves nothing there."""
+    case = plans.attention(F32, 2, 2, 2, 1, 64, mask=prefix((64, 64), 64))
+    (kernel,) = generate(case.spec, replace(DECODE, block_m=1, split=4, live=live), H200)
+    (launch,) = kernel.launches
+    partial, arrived = (torch.full((int(w.size),), 0 if w.zeroed else 1e9, dtype=getattr(torch, w.dtype)) for w in kernel.workspaces)
+    constants = {**launch.constants, "PDL": False}
+    for lives in ((16, 1), (17, 33), (64, 48), (0, 3), (64, 64), (64, 64)):
+        mask = prefix(lives, 64)
+        case.inputs[3].copy_(mask)
+        q, k, v = (x.double() for x in case.inputs[:3])
+        scores = (q @ k.mT * case.spec.plan.scale).masked_fill(~mask, float("-inf"))
+        expected = (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2).reshape(case.outputs[0].shape).float()
+        before = partial.clone()
+        tensors = {"input": case.inputs, "output": [torch.full_like(case.outputs[0], float("nan"))], "workspace": [partial, arrived]}
+        arguments = [tensors[a.kind][a.number] for a in launch.arguments]
+        *_, out, partial, arrived = interpreter.run(kernel.source, launch.entry, tuple(map(int, launch.grid)), arguments, constants)
+        assert not disagreement(out, expected) and not arrived.any()
+        if live and max(lives) <= 16:
+            assert torch.equal(partial, before)
+
+
+@pytest.mark.parametrize("live", LIVE)
+def test_without_a_mask_to_look_at_all_meet(live):
+    """Then a kernel is the one that it is without."""
+    for more in ({}, {"mask": MASKS["no keys told apart"]}):
+        spec = plans.attention(F32, BATCH, 4, 2, 3, KEYS, **more).spec
+        sources = [generate(spec, replace(DECODE, live=way), H200)[0].source for way in ("", live)]
+        assert sources[0] == sources[1]
+
+
+@pytest.mark.parametrize("live", LIVE)
+def test_loads_come_before_what_waits_for_them(live):
+    """Compiled for the H200, without spills; all loads of keys and values are under way before the barrier that scores are computed
+    behind."""
+    with torch.device("meta"):
+        case = plans.attention(F16, 1, 12, 12, 1, 512, 64, mask="bool")
+    choice = replace(DECODE, block_m=1, block_n=128, split=4, num_warps=8, block_s=512, live=live, early=True)
+    (kernel,) = generate(case.spec, choice, H200)
+    used = resources(case, kernel, 90)
+    assert used["STACK"] == used["LOCAL"] == 0
+    lines = kernel.source.splitlines()
+    (barrier,) = (number for number, line in enumerate(lines) if line == "    tl.debug_barrier()")
+    where = {name: next(n for n, line in enumerate(lines) if line.startswith(f"    {name} = tl.load")) for name in ("q", "k", "v")}
+    assert max(where["k"], where["v"]) < barrier < where["q"]
