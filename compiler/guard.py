@@ -19,6 +19,8 @@ from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .memory import MemoryGuard
+
 DEVICES = ("cpu", "cuda")
 
 
@@ -31,9 +33,9 @@ def why_aside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     for value in example_inputs:
         if isinstance(value, torch.Tensor) and (is_traceable_wrapper_subclass(value) or type(value) not in _PLAIN):
             return f"an input is a tensor subclass ({type(value).__name__})"
-    offset = any(isinstance(value, torch.Tensor) and _begins_elsewhere(value) for value in example_inputs)
+    memory = MemoryGuard(example_inputs)
     for node in _nodes(gm):
-        if reason := _node_reason(node) or _memory_reason(node, offset):
+        if reason := _node_reason(node) or memory.why_not(node):
             where = source_line(node)
             return f"{reason} ({node.name}{f' at {where}' if where else ''})"
     return _gradients(gm) or _emptiness(gm)
@@ -105,27 +107,6 @@ def _node_reason(node: fx.Node) -> str | None:
             return f"it transforms functions ({name})"
     if is_random(node):
         return "an operator is random"
-    return None
-
-
-def _begins_elsewhere(value: torch.Tensor) -> bool:
-    """Whether a tensor does not begin where its memory does, as far as is known."""
-    if value.layout != torch.strided:
-        return False
-    offset = value.storage_offset()
-    return not isinstance(offset, int) or offset != 0
-
-
-def _memory_reason(node: fx.Node, offset: bool) -> str | None:
-    """Whether a call looks at memory in a way that tracing does not keep. `offset`: an input does not begin where its memory does."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-    if offset and str(name).split(".")[0] in ("as_strided", "as_strided_"):
-        return "memory is addressed from its beginning (as_strided), and an input begins elsewhere"
-    if str(name).startswith("_foreach_") and str(name).split(".")[0].endswith("_") and node.args and isinstance(node.args[0], list | tuple):
-        held = [one.meta.get("example_value") for one in node.args[0] if isinstance(one, fx.Node)]
-        places = [value.untyped_storage()._cdata for value in held if isinstance(value, torch.Tensor)]
-        if len(set(places)) < len(places):
-            return "tensors that share memory are written to in one call"
     return None
 
 

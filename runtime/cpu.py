@@ -16,6 +16,7 @@ from .deduplicate import deduplicate
 from .expand import CPU_EXPANSIONS, expand
 from .kernels import print_kernels
 from .program import interpret
+from .results import take_writes, writing
 from .timing import timed
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -51,8 +52,9 @@ def compile_cpu(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Cont
     with timed(context, "expand"):
         flat = expand(gm, example_inputs, fake_mode, CPU_EXPANSIONS)
         deduplicate(flat)
+        written = take_writes(flat)
     with timed(context, "inductor"):
-        return inductor_api.compile_graph(flat, example_inputs, _patches(context))
+        return writing(inductor_api.compile_graph(flat, example_inputs, _patches(context), written), written)
 
 
 def _patches(context: Context) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from .packs import PACKED
+from .results import keep_apart, memory_of
 
 
 @functools.cache
@@ -105,8 +106,12 @@ def mode_patches(mode: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if not name.startswith("triton.")}
 
 
-def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
+def compile_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], written: Sequence[int] = ()
+) -> Callable[[list[Any]], Sequence[Any]]:
     """Compiles a flat, decomposed inference graph by Inductor: joint-graph passes, post-grad passes, C++. Returns a boxed callable.
+
+    The last results are what is to be written to the inputs numbered `written`; no one sees their strides.
 
     This is what `compile_fx_forward` does with an inference graph, except that the static inputs are those that AOTAutograd names:
     parameters and buffers are inputs here, wherever they stand among the others.
@@ -116,10 +121,13 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, 
 
     static = static_inputs(gm)
     with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch(patches):
+        memory = memory_of(gm)
         gm = _joint_graph_passes(compile_fx, gm, inputs)
+        keep_apart(gm, memory, written)
         output = next(iter(reversed(gm.graph.nodes)))
+        results = output.args[0][: len(output.args[0]) - len(written)]
         output.meta["user_visible_output_idxs"] = (
-            [number for number, value in enumerate(output.args[0]) if isinstance(value, fx.Node)] if config.keep_output_stride else []
+            [number for number, value in enumerate(results) if isinstance(value, fx.Node)] if config.keep_output_stride else []
         )
         compiled = compile_fx.compile_fx_inner(gm, inputs, static_input_idxs=static, is_inference=True)
     return boxed(compiled)
