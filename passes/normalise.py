@@ -7,8 +7,10 @@ from dsi.patterns.engine import apply_rules
 from dsi.patterns.rule import Rule
 from dsi.patterns.rules.cast_chain import CastChain
 from dsi.patterns.rules.cast_device import CastDevice
+from dsi.patterns.rules.fill_chain import FillChain
 from dsi.patterns.rules.filled_parts import FilledParts
 from dsi.patterns.rules.kept_dimension import KeptDimension
+from dsi.patterns.rules.lowest_bound import LowestBound
 from dsi.patterns.rules.moved_scores import MovedScores
 from dsi.patterns.rules.moved_units import MovedUnits
 from dsi.patterns.rules.neutral_element import NeutralElement
@@ -19,7 +21,10 @@ from dsi.patterns.rules.no_op_view import NoOpView
 from dsi.patterns.rules.outer_product import OuterProduct
 from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.permuted_scores import PermutedScores
+from dsi.patterns.rules.scaled_queries import ScaledQueries
+from dsi.patterns.rules.scaled_terms import ScaledTerms
 from dsi.patterns.rules.softmax_cast import SoftmaxCast
+from dsi.patterns.rules.softmax_spelled import SoftmaxSpelled
 from dsi.patterns.rules.softmax_view import SoftmaxView
 from dsi.patterns.rules.split_spelling import SplitSpelling
 from dsi.patterns.rules.squared_length import SquaredLength
@@ -61,6 +66,11 @@ RULES: tuple[type[Rule], ...] = (
     KeptDimension,
     SoftmaxView,
     FilledParts,
+    SoftmaxSpelled,
+    FillChain,
+    ScaledQueries,
+    ScaledTerms,
+    LowestBound,
 )
 
 

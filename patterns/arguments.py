@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 # Operators for which a constant tensor without dimensions is as good as the number in it.
 _TAKES_NUMBERS = frozenset(
-    {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self, aten.masked_fill.Tensor},
+    {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.where.self, aten.masked_fill.Tensor},
 )
 _FILLED = {aten.scalar_tensor.default: 0, aten.full.default: 1}
 

@@ -92,6 +92,10 @@ def _softmax_to_float(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.softmax(x.to(torch.promote_types(x.dtype, torch.float32)), dim)
 
 
+def _maximum(x: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
+    return torch.maximum(x, other if isinstance(other, torch.Tensor) else torch.tensor(other, dtype=x.dtype))
+
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
@@ -110,7 +114,7 @@ OPS: dict[str, Op] = {
         _op("erf", aten.erf.default),
         _op("sin", aten.sin.default),
         _op("cos", aten.cos.default),
-        _op("maximum", aten.maximum.default, commutative=True),
+        _op("maximum", aten.maximum.default, commutative=True, compute=_maximum),
         # activations
         _op("tanh", aten.tanh.default),
         _op("sigmoid", aten.sigmoid.default),

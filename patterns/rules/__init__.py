@@ -8,6 +8,7 @@ from .attention_one_head import AttentionOneHead
 from .cast_chain import CastChain
 from .cast_device import CastDevice
 from .embedding import Embedding
+from .fill_chain import FillChain
 from .filled_parts import FilledParts
 from .gated import Gated
 from .gelu import Gelu
@@ -16,6 +17,7 @@ from .kv_write import KvWrite
 from .layer_norm import LayerNorm
 from .layer_norm_spelled import LayerNormSpelled
 from .linear import Linear, LinearBatched, LinearFlattened
+from .lowest_bound import LowestBound
 from .moved_scores import MovedScores
 from .moved_units import MovedUnits
 from .neutral_element import NeutralElement
@@ -34,8 +36,11 @@ from .rms_norm_fused import RmsNormFused
 from .rms_norm_length import RmsNormLength
 from .rope import Rope
 from .rope_parts import RopeParts
+from .scaled_queries import ScaledQueries
+from .scaled_terms import ScaledTerms
 from .silu import Silu
 from .softmax_cast import SoftmaxCast
+from .softmax_spelled import SoftmaxSpelled
 from .softmax_view import SoftmaxView
 from .split_spelling import SplitSpelling
 from .squared_length import SquaredLength
@@ -55,6 +60,7 @@ RULES: tuple[type[Rule], ...] = (
     CastChain,
     CastDevice,
     Embedding,
+    FillChain,
     FilledParts,
     Gated,
     Gelu,
@@ -65,6 +71,7 @@ RULES: tuple[type[Rule], ...] = (
     Linear,
     LinearBatched,
     LinearFlattened,
+    LowestBound,
     MovedScores,
     MovedUnits,
     NeutralElement,
@@ -83,8 +90,11 @@ RULES: tuple[type[Rule], ...] = (
     RmsNormLength,
     Rope,
     RopeParts,
+    ScaledQueries,
+    ScaledTerms,
     Silu,
     SoftmaxCast,
+    SoftmaxSpelled,
     SoftmaxView,
     SplitSpelling,
     SquaredLength,

@@ -14,9 +14,10 @@ import torch
 from dsi.patterns.rule import Rule
 from dsi.patterns.rules.cast_chain import widens
 
-# A number below this, in place of a score, leaves of a score that is added to it nothing: fp32 has 24 bits.
-_DROWNS = -1e30
-# The bias that stands for a choice is fp32.
+# In place of a score, a number as low as this hides a key, as the lowest number does: where scores are that low themselves, the numbers of
+# fp32 are 8 apart, and no softmax tells them from each other. Another term that is added later may be as low; not as this one.
+_HIDES, _HIDES_FROM_MASKS = -1e8, -1e30
+# The bias that stands for a choice is fp32. What it is added to drowns in it.
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -25,7 +26,7 @@ class Attention(Rule):
         "scale": (0.3, 2.0),
         "q_scale": (0.5, 1.5),
         "cap": (2.0, 5.0),
-        "fill": (float("-inf"), torch.finfo(torch.float32).min, -5.0),
+        "fill": (float("-inf"), torch.finfo(torch.float32).min, -1e9, -5.0),
         "alpha": (0.25, 1.0),
         "beta": (1.0, 2.0),
     }
@@ -72,15 +73,17 @@ class Attention(Rule):
             )
 
         keys = columns(op.maybe_cast(k, torch.float32, tag="k wide")).named("columns")
-        product = op.either(
-            "product",
-            plain=lambda: op.bmm(rows, keys),
-            alibi=lambda: op.baddbmm(alibi, rows, keys, beta=beta, alpha=alpha),
-        )
-        flat_scores = op.view(product.named("product"), sizes).named("scores")
-        scores = op.either("scale", mul=lambda: flat_scores * scale, div=lambda: flat_scores / scale, none=lambda: flat_scores)
-        scores = op.either("cap", tanh=lambda: cap * op.tanh(scores / cap), none=lambda: scores)
 
+        def plain():
+            product = op.view(op.bmm(rows, keys).named("product"), sizes)
+            scores = op.maybe_cast(product, torch.float32, tag="scores wide").named("scores")
+            scaled = op.either("scale", mul=lambda: scores * scale, div=lambda: scores / scale, none=lambda: scores)
+            return op.either("cap", tanh=lambda: cap * op.tanh(scaled / cap), none=lambda: scaled)
+
+        def with_alibi():
+            return op.view(op.baddbmm(alibi, rows, keys, beta=beta, alpha=alpha).named("product"), sizes).named("scores")
+
+        scores = op.either("product", plain=plain, alibi=with_alibi)
         placed = op.either("placed", **filled(op, (scores + position).named("biased first"), keep, fill))
         chosen = op.either("choice", **filled(op, scores, keep, fill), biased=lambda: placed, none=lambda: scores)
         masked = op.either(
@@ -134,7 +137,7 @@ class Attention(Rule):
                 m.rank(name) == 3 and m.same(m.shape(name)[1:], matrix),
                 f"{name} is {list(m.shape(name))}: it does not only flatten batch and heads",
             )
-        check_dtypes(m, "flat_weights", casts=("q wide", "k wide", "wide", "every wide"))
+        check_dtypes(m, "flat_weights", casts=("q wide", "k wide", "scores wide", "wide", "every wide"))
         check_numbers(m, "scale", "q_scale", "cap", "alpha")
         m.require(m.cap is None or m.cap > 0, f"the cap is {m.cap}")
         self._check_masks(m)
@@ -160,11 +163,10 @@ class Attention(Rule):
                 not (m.present("keep") and m.present("mask")) and not m.present("alibi"), "more than two terms are added to the scores"
             )
         if m.present("keep"):
-            check_choice(m, scores)
+            check_choice(m, "scores")
         if m.present("alibi"):
             m.require(not m.present("keep"), "there is a bias and a choice")
             m.require(m.beta == 1, f"the bias counts {m.beta} times")
-            m.require(m.tag("scale") == "none" and m.tag("cap") == "none", "the bias is scaled or capped with the scores")
             m.require(
                 m.rank("alibi") == 3 and m.dtype("alibi").is_floating_point, f"the bias is {m.dtype('alibi')} {list(m.shape('alibi'))}"
             )
@@ -258,17 +260,21 @@ def folded_scale(m):
     return scale
 
 
-def check_choice(m, scores):
-    """Refuses a choice `keep` between a score and `fill` that a sum with the score does not stand for."""
+def check_choice(m, name):
+    """Refuses a choice `keep` between a score (of the value `name`) and `fill` that a sum with the score does not stand for."""
+    scores = m.shape(name)
     m.require(m.dtype("keep") == torch.bool, f"the choice is made by {m.dtype('keep')}")
     m.require(m.broadcasts(m.shape("keep"), scores), f"the choice {list(m.shape('keep'))} does not surely broadcast to {list(scores)}")
-    m.require(m.is_number("fill") and m.fill <= _DROWNS, f"a score is replaced by {m.fill}, which a sum with the score is not")
+    hides = torch.finfo(torch.float16).min if m.dtype(name) == torch.float16 else _HIDES
+    hides = _HIDES_FROM_MASKS if m.present("mask") else hides
+    m.require(m.is_number("fill") and m.fill <= hides, f"a score is replaced by {m.fill}, which a sum with the score is not")
     m.require(m.fill >= _LOWEST or m.fill == -math.inf, f"a score is replaced by {m.fill}, which fp32 has not")
 
 
 def chosen_bias(dsi, m, inverted):
     """What is added to the scores in place of a choice; `inverted`: `keep` says where `fill` is."""
-    return dsi.call(torch.ops.aten.where.Scalar, m.keep, *((m.fill, 0.0) if inverted else (0.0, m.fill)))
+    hidden = m.fill if m.fill == -math.inf or m.present("mask") else _LOWEST
+    return dsi.call(torch.ops.aten.where.Scalar, m.keep, *((hidden, 0.0) if inverted else (0.0, hidden)))
 
 
 def without_ones(m, shape):

@@ -13,7 +13,7 @@ class AttentionGrouped(Rule):
     literals = {
         "scale": (0.3, 2.0),
         "q_scale": (0.5, 1.5),
-        "fill": (float("-inf"), torch.finfo(torch.float32).min, -5.0),
+        "fill": (float("-inf"), torch.finfo(torch.float32).min, -1e9, -5.0),
     }
     dtypes = {"keep": torch.bool}
 
@@ -80,7 +80,7 @@ class AttentionGrouped(Rule):
                 m.require(all(m.same(size, 1) for size in shape[-4:-2]), f"the {name} {list(shape)} is not the same for all heads")
         m.require(not m.present("mask") or m.dtype("mask").is_floating_point, "the mask that is added is of integers")
         if m.present("keep"):
-            check_choice(m, scores)
+            check_choice(m, "scores")
 
     def rewrite(self, dsi, m):
         g, n = m.shape("scores")[1:3]

@@ -14,7 +14,7 @@ class AttentionOneHead(Rule):
     literals = {
         "scale": (0.3, 2.0),
         "q_scale": (0.5, 1.5),
-        "fill": (float("-inf"), torch.finfo(torch.float32).min, -5.0),
+        "fill": (float("-inf"), torch.finfo(torch.float32).min, -1e9, -5.0),
         "alpha": (0.25, 1.0),
         "beta": (1.0, 2.0),
     }
@@ -54,7 +54,7 @@ class AttentionOneHead(Rule):
             m.require(m.beta == 1, f"the bias counts {m.beta} times")
             m.require(m.tag("scale") == "none", "the bias is scaled with the scores")
         if m.present("keep"):
-            check_choice(m, scores)
+            check_choice(m, "product")
 
     def rewrite(self, dsi, m):
         def one_head(x):

@@ -7,6 +7,7 @@ Seen in: `torch.einsum("bqhd,bkhd->bqhk", q, k)` and its like, whose scores are 
 
 import torch
 from dsi.patterns.rule import Rule
+from dsi.patterns.rules.fill_chain import holds
 
 FILLS = (float("-inf"), -5.0, 1.5)
 
@@ -87,6 +88,8 @@ def check_terms(m, scores):
             m.require(m.broadcasts(shape, scores), f"{name} {list(shape)} does not surely broadcast to {list(scores)}")
     for name in ("scale", "cap", "fill", "first_fill"):
         m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")
+        if m.present(name) and name.endswith("fill"):
+            m.require(holds(m.dtype("x"), getattr(m, name)), f"{m.dtype('x')} does not hold {getattr(m, name)}")
 
 
 def built(dsi, m, scores, back):

@@ -83,7 +83,7 @@ def test_an_added_mask(shape):
     assert stages(lambda q, k, v, m: (m + 0.5 * (q @ k.mT)).softmax(-1) @ v, Q, K, V, mask)[0] is not None
 
 
-@pytest.mark.parametrize("fill", [float("-inf"), MIN])
+@pytest.mark.parametrize("fill", [float("-inf"), MIN, -1e9, -1e20])
 def test_a_choice_becomes_a_bias(fill):
     node, _ = stages(lambda q, k, v, m: torch.where(m, q @ k.mT, fill).softmax(-1) @ v, Q, K, V, KEEP)
     assert argument(node, "bias") is not None
@@ -107,6 +107,114 @@ def test_rows_that_a_choice_hides_altogether_stay_as_in_eager():
     nothing = torch.zeros(1, 1, S, L, dtype=torch.bool)
     node, _ = stages(lambda q, k, v, m: torch.where(m, q @ k.mT, MIN).softmax(-1) @ v, Q, K, V, nothing)
     assert node is not None, "stages compares the numbers"
+
+
+def test_a_choice_of_the_lowest_number_of_half_precision():
+    q, k, v = (t.half() for t in (Q, K, V))
+    hidden = lambda q, k, v, m: (q @ k.mT).masked_fill(~m, -65504.0).softmax(-1) @ v  # noqa: E731
+    assert stages(hidden, q, k, v, KEEP)[0] is not None
+    wide = lambda q, k, v, m: (q @ k.mT).float().masked_fill(~m, -65504.0).softmax(-1).half() @ v  # noqa: E731
+    assert stages(wide, q, k, v, KEEP)[0] is None, "a score in fp32 may be lower"
+
+
+def test_a_choice_that_another_mask_follows_must_be_lower():
+    for fill, found in ((-1e9, False), (MIN, True)):
+        node, _ = stages(lambda q, k, v, m, n, fill=fill: ((q @ k.mT).masked_fill(m, fill) + n).softmax(-1) @ v, Q, K, V, ~KEEP, MASK)
+        assert (node is not None) == found
+
+
+def test_two_choices_are_one():
+    twice = lambda q, k, v, m: torch.where(m[..., :1], (q @ k.mT).masked_fill(~m, -1e9), -1e9).softmax(-1) @ v  # noqa: E731
+    assert argument(stages(twice, Q, K, V, KEEP)[0], "bias") is not None
+    other = lambda q, k, v, m: (q @ k.mT).masked_fill(~m, -1e9).masked_fill(m[..., :1], -1e10).softmax(-1) @ v  # noqa: E731
+    assert stages(other, Q, K, V, KEEP)[0] is None
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (H, 1, 1), (B, 1, 1, 1), (1, 1, S, 1), (B, H, S, 1)], ids=str)
+def test_a_factor_that_is_a_tensor(shape):
+    factor = torch.rand(shape, generator=G) + 0.5
+    for fn in (lambda q, k, v, f: (q @ k.mT * f).softmax(-1) @ v, lambda q, k, v, f: (q @ k.mT / f).softmax(-1) @ v):
+        node, _ = stages(fn, Q, K, V, factor)
+        assert node is not None and node.kwargs["scale"] == 1.0
+
+
+def test_a_factor_that_is_a_tensor_of_one_head_and_in_half_precision():
+    q, k, v = (t[:, 0] for t in (Q, K, V))
+    assert stages(lambda q, k, v, f: (q @ k.mT / f).softmax(-1) @ v, q, k, v, torch.tensor([2.0]))[0] is not None
+    half = [t.to(BF) for t in (Q, K, V)]
+    fn = lambda q, k, v, f: (q @ k.mT * f).softmax(-1) @ v  # noqa: E731
+    assert stages(fn, *half, torch.rand(H, 1, 1, generator=G).to(BF))[0] is not None
+    wide = lambda q, k, v, f: (q @ k.mT * f).softmax(-1).to(BF) @ v  # noqa: E731
+    assert stages(wide, *half, torch.rand(H, 1, 1, generator=G))[0] is None, "the scores are fp32 after it"
+
+
+@pytest.mark.parametrize("shape", [(L,), (1, 1, 1, L), (S, L), (1, 1, S, L)], ids=str)
+def test_a_factor_that_differs_between_keys_is_left(shape):
+    assert stages(lambda q, k, v, f: (q @ k.mT * f).softmax(-1) @ v, Q, K, V, torch.rand(shape, generator=G))[0] is None
+
+
+SCALED_LATE = {
+    "two factors": (lambda q, k, v, m: (q @ k.mT / 4 * 0.5).softmax(-1) @ v, 0.125),
+    "a mask is scaled, too": (lambda q, k, v, m: ((q @ k.mT + m) * 0.5).softmax(-1) @ v, 0.5),
+    "two factors and a mask": (lambda q, k, v, m: (q @ k.mT / 4 * 0.5 + m).softmax(-1) @ v, 0.125),
+    "a choice is scaled, too": (lambda q, k, v, m: ((q @ k.mT).masked_fill(m < -1, -1e9) / 2).softmax(-1) @ v, 0.5),
+    "one term is scaled, one not": (lambda q, k, v, m: ((q @ k.mT + m) * 0.5 + m[..., :1, :]).softmax(-1) @ v, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", SCALED_LATE)
+def test_scores_that_are_scaled_late(name):
+    fn, scale = SCALED_LATE[name]
+    node, _ = stages(fn, Q, K, V, MASK.clamp(min=-1e20))
+    assert node is not None and node.kwargs["scale"] == pytest.approx(scale)
+    if name == "a mask is scaled, too":
+        assert stages(fn, *(t.to(BF) for t in (Q, K, V, MASK.clamp(min=-1e20))))[0] is not None
+
+
+def test_scores_in_float_of_half_precision():
+    q, k, v, m = (t.to(BF) for t in (Q, K, V, MASK.clamp(min=-1e38)))
+    node, _ = stages(lambda q, k, v, m: ((q @ k.mT).float() * 0.5 + m).softmax(-1).to(BF) @ v, q, k, v, m)
+    assert node.kwargs["scale"] == 0.5
+
+
+def test_a_factor_of_two_terms_that_no_softmax_follows_is_left():
+    gm = stages(lambda q, k, v, m: (q @ k.mT + m) * 0.5, Q, K, V, MASK)[1]
+    assert aten_graphs.targets(gm)[-2:] == ["aten.add.Tensor", "aten.mul.Tensor"]
+
+
+@pytest.mark.parametrize("bound", [lambda s: torch.clamp(s, min=MIN), lambda s: torch.max(s, torch.full((), MIN))])
+def test_scores_that_are_at_least_the_lowest_number(bound):
+    """As XGLM does. A row that sees no key has equal weights."""
+    nothing = torch.full((B, 1, S, L), float("-inf"))
+    for mask in (MASK, nothing):
+        node, _ = stages(lambda q, k, v, m: bound(q @ k.mT * 0.5 + m).softmax(-1) @ v, Q, K, V, mask)
+        assert argument(node, "mask") is not None
+    assert stages(lambda q, k, v, m: torch.clamp(q @ k.mT * 0.5 + m, min=-5.0).softmax(-1) @ v, Q, K, V, MASK)[0] is None
+
+
+def weights_of(scores, base=torch.exp, dim=-1, less=True):
+    powers = base(scores - scores.amax(dim, keepdim=True) if less else scores)
+    return powers / powers.sum(dim, keepdim=True)
+
+
+SOFTMAXES = {
+    "exp": (lambda q, k, v: weights_of(q @ k.mT * 0.5) @ v, 0.5),
+    "exp, max": (lambda q, k, v: (lambda e: e / e.sum(-1, True))(torch.exp(q @ k.mT - (q @ k.mT).max(-1, True)[0])) @ v, None),
+    "exp of the scores": (lambda q, k, v: weights_of(q @ k.mT * 0.5, less=False) @ v, 0.5),
+    "exp2": (lambda q, k, v: weights_of(q @ k.mT * 0.5 * 1.4426950408889634, torch.exp2) @ v, 0.5),
+    "exp2 of another scale": (lambda q, k, v: weights_of(q @ k.mT, torch.exp2) @ v, 0.6931471805599453),
+    "over the queries": (lambda q, k, v: weights_of(q @ k.mT * 0.5, dim=-2) @ v, None),
+    "the sum is over the queries": (lambda q, k, v: (lambda e: e / e.sum(-2, True))(torch.exp(q @ k.mT)) @ v, None),
+    "one more than the sum": (lambda q, k, v: (lambda e: e / (e.sum(-1, True) + 1))(torch.exp(q @ k.mT)) @ v, None),
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_softmax_spelled_out(name):
+    """ "exp, max" computes the scores twice, so that they are two."""
+    fn, scale = SOFTMAXES[name]
+    node, _ = stages(fn, Q, K, V)
+    assert (node is None) if scale is None else node.kwargs["scale"] == pytest.approx(scale)
 
 
 def test_half_precision_with_the_softmax_in_float():
@@ -176,7 +284,7 @@ NEGATIVE = {
     "q and k exchanged, transposed after": (lambda q, k, v: (k @ q.mT * 0.5).softmax(-2).mT @ v, SQUARE),
     "weights transposed": (lambda q, k, v: (q @ k.mT * 0.5).softmax(-1).mT @ v, SQUARE),
     "alpha on the mask": (lambda q, k, v: torch.add(q @ k.mT, q.sum(-1, keepdim=True), alpha=2).softmax(-1) @ v, SQUARE),
-    "a mask multiplied": (lambda q, k, v: (q @ k.mT * q.sum(-1, keepdim=True)).softmax(-1) @ v, SQUARE),
+    "a mask multiplied": (lambda q, k, v: (q @ k.mT * k.sum(-1)[:, :, None]).softmax(-1) @ v, SQUARE),
     "cap and its inverse differ": (lambda q, k, v: (5.0 * torch.tanh(q @ k.mT / 4.0)).softmax(-1) @ v, SQUARE),
     "a small number in place of a score": (
         lambda q, k, v: (q @ k.mT).masked_fill(q.sum(-1, keepdim=True) > 0, -5.0).softmax(-1) @ v,
@@ -353,7 +461,7 @@ def test_scores_by_queries_with_a_cap_a_bias_and_a_mask_in_half_precision():
         lambda q, k, v: torch.einsum(BY_QUERIES[1], torch.einsum(BY_QUERIES[0], q, k).softmax(2), v),  # over the heads
         lambda q, k, v: torch.einsum("bhqk,bkhd->bqhd", torch.einsum(BY_QUERIES[0], q, k).softmax(-1), v),  # queries taken for heads
         lambda q, k, v: torch.einsum("bqkh,bkhd->bqhd", torch.einsum(BY_QUERIES[0], q, k).softmax(-1), v),  # keys taken for heads
-        lambda q, k, v: torch.einsum(BY_QUERIES[1], (torch.einsum(BY_QUERIES[0], q, k) * q.sum(-1, keepdim=True)).softmax(-1), v),
+        lambda q, k, v: torch.einsum(BY_QUERIES[1], (torch.einsum(BY_QUERIES[0], q, k) * q.sum(-1)[..., None, :]).softmax(-1), v),
     ],
 )
 def test_what_only_looks_like_scores_by_queries(fn):

@@ -537,6 +537,8 @@ def test_a_constant_tensor_without_dimensions_is_a_number(number):
 
 
 def test_a_tensor_with_one_element_is_no_number():
+    _, context = stages(lambda x, eps: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps[0]), X, torch.tensor([1e-6]))
+    assert context.report.hits["rms_norm"] == 0
     query, key, value = randn(1, 2, 3, 4), randn(1, 2, 5, 4), randn(1, 2, 5, 4)
     _, context = stages(lambda q, k, v: (q @ k.mT / q[0, 0, 0, 0].abs()).softmax(-1) @ v, query, key, value)
-    assert context.report.hits["attention"] == 0
+    assert context.report.hits["scaled_queries"] == context.report.hits["attention"] == 1
