@@ -91,6 +91,13 @@ class Block:
         self.line(f"{name} = {code}")
         self._names[code] = name
 
+    def rename(self, old: str, new: str) -> None:
+        """Has what is called `old` called `new` from here on."""
+        block: Block | None = self
+        while block is not None:
+            self._names.update({code: new for code, name in block._names.items() if name == old})
+            block = block.outer
+
     def attach(self, header: str, body: Block) -> None:
         self.lines.append(header)
         self.lines.extend("    " + line for line in body.lines)

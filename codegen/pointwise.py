@@ -150,9 +150,11 @@ def dot16(one, other, total, DP4A: tl.constexpr):
     "late": (
         """\
 @triton.jit
-def late(tile, PACKED: tl.constexpr):
+def late(tile, PACKED: tl.constexpr, PDL: tl.constexpr):
     # The same tile, PACKED elements a register; what is made of it cannot be moved in front of this place.
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=PACKED)
+    if PDL:
+        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=PACKED)
+    return tile
 """,
         (),
     ),

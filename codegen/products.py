@@ -168,14 +168,21 @@ class Products:
         assert self.x_printer is not None
         loop, (self.k0, self.current) = (self.k0, self.current), ("", self.k)
         block.comment("the first step, whose tiles were loaded before the wait")
-        held = [(name, self.spec.inputs[self.segment.windows[number].weight].dtype) for (number, _), (name, _) in self.first.items()]
-        late = [f"    {name} = late({name}, {4 // dtype.itemsize})" for name, dtype in (*held, *self.first_x.items()) if dtype.itemsize < 4]
-        if late:
+
+        def late(name: str, dtype: torch.dtype) -> str:
+            if dtype.itemsize >= 4:
+                return name
             self.builder.use("late")
-            for line in ("if PDL:", *late):
-                block.line(line)
+            found = self.builder.names.new(f"{name}_held")  # a name of its own, or the loop would carry it from turn to turn
+            block.line(f"{found} = late({name}, {4 // dtype.itemsize}, PDL)")
+            return found
+
+        dtypes = [self.spec.inputs[window.weight].dtype for window in self.segment.windows]
+        tiles = {key: (late(name, dtypes[key[0]]), axes) for key, (name, axes) in self.first.items()}
+        for name, dtype in self.first_x.items():
+            block.rename(name, late(name, dtype))
         self.x_printer.block = block
-        self.matrix_step(self.x_printer, self.k, sums, self.first)
+        self.matrix_step(self.x_printer, self.k, sums, tiles)
         self.k0, self.current = loop
 
     # ------------------------------------------------------------------------------------------------------------------- steps

@@ -49,7 +49,7 @@ def drawn(seed: int):
             return rows, k, choice
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_peeled(interpreter, name, dtype, seed):
@@ -62,12 +62,12 @@ def test_peeled(interpreter, name, dtype, seed):
 @pytest.mark.parametrize("group", [0, 8, 20, 32], ids=lambda group: f"group{group}")
 @pytest.mark.parametrize("name", CASES)
 def test_peeled_int8(interpreter, name, group):
-    """Converted, in digits, and rounded rows; groups of a row, of less than a step, of more, and of no multiple of it."""
+    """Converted or beside digits; groups of a row, of less than a step, of more, and of no multiple of it."""
     make, kn = CASES[name]
-    for seed, digits, dtype in ((1, 0, BF16), (2, 2, BF16)):
-        rows, k, choice = drawn(hash((seed, group, sorted(CASES).index(name))))
-        case = constant(quantised(lambda rows=rows, k=k, dtype=dtype: make(dtype, rows, k), group, kn))
-        check(case, interpreter, choice=replace(choice, digits=digits))
+    number = sorted(CASES).index(name)
+    rows, k, choice = drawn(hash((group, number)))
+    case = constant(quantised(lambda: make(BF16, rows, k), group, kn))
+    check(case, interpreter, choice=replace(choice, digits=2 * ((number + group // 8) % 2)))
 
 
 @pytest.mark.parametrize("peel", ["last", "first"])

@@ -46,6 +46,12 @@ def test_int8_linears(name, group, compile_only, tmp_path):
     test_kernels.test_int8(name, group, tmp_path)
 
 
+@pytest.mark.parametrize("peel", ["last", "first"])
+@pytest.mark.parametrize("name", test_kernels.CASES)
+def test_peeled(name, peel, compile_only, tmp_path):
+    test_kernels.test_peeled(name, peel, tmp_path)
+
+
 def test_rows_rounded_to_int8(compile_only, tmp_path):
     test_kernels.test_rows_rounded_to_int8(tmp_path)
 

@@ -137,6 +137,18 @@ def test_int8_as_words(name, group, tmp_path):
         check(case, choice, tmp_path / str(number))
 
 
+@pytest.mark.parametrize("peel", ["last", "first"])
+@pytest.mark.parametrize("name", CASES)
+def test_peeled(name, peel, tmp_path):
+    """A first step whose weights are read while the kernel before still runs."""
+    make, kn = CASES[name]
+    choice = replace(SKINNY, peel=peel)
+    for number, more in enumerate(({"split": 3}, {"apart": True}, {"block_n": 32, "block_m": 32})):
+        check(constant(make(BF16, 13)), replace(choice, **more), tmp_path / f"own{number}")
+    for number, more in enumerate(({"split": 2}, {"digits": 2}, {"digits": 2, "split": 3})):
+        check(quantised(lambda: make(BF16, 13), 128 if number else 40, kn), replace(choice, **more), tmp_path / f"int8{number}")
+
+
 def test_rows_rounded_to_int8(tmp_path):
     for number, (rows, choice) in enumerate([(1, GEMV), (13, replace(SKINNY, split=3)), (70, TILED)]):
         case = rounded_rows(quantised(lambda rows=rows: plans.projection(BF16, rows, inner=520, columns=133)))
