@@ -28,6 +28,16 @@ from .statistics import divisible
 LINE = 128  # bytes that one prefetch asks for
 BITS = 31  # parts that a bit each of an integer stands for
 TOGETHER = 16  # keys of a mask that are loaded at once: blocks that are dealt out begin at a multiple
+# What two softmaxes have (maximum of the scores, sum of the weights, sum of weighted values) made one.
+JOIN = """\
+@triton.jit
+def {name}(top, total, out, top_2, total_2, out_2):
+    new = tl.maximum(top, top_2)
+    shift = {shift}
+    one = {one}
+    two = {two}
+    return new, total * one + total_2 * two, out * one + out_2 * two
+"""
 
 
 class AttentionDecode(AttentionTiles):
@@ -45,6 +55,11 @@ class AttentionDecode(AttentionTiles):
         self.apart = self.blocks == 1 and masked and choice.live in ("parts", "seen") and choice.split <= BITS
         self.dealt = self.scanned and not self.apart and choice.live != ""
         self.one_of_keys = self.blocks == 1 and (self.apart or self.dealt or not self.scanned)
+        self.early = choice.early and self.one_of_keys and not self.matrix
+        # Keys of a warp that are next to one another, as 16 bytes a thread lie.
+        self.run = 32 // min(32, max(self.d[0].width * self.plan.dtype.itemsize // 16, 1))
+        self.by_warp = choice.by_warp and self.single and self.one_of_keys and len(self.e) == 1
+        self.by_warp &= choice.block_n >= self.run * choice.num_warps
         self.part = ""
         self.parts: Parts | None = None  # who meets; None: all
 
@@ -52,7 +67,7 @@ class AttentionDecode(AttentionTiles):
         """Writes the whole body and returns the builder and the launch grid."""
         split = self.choice.split
         self.open("tl.program_id(0) // SPLIT" if split > 1 else "tl.program_id(0)")
-        if not (self.one_of_keys and self.choice.early):
+        if not self.early:
             self.load_queries()
         self.keys_loop()
         if split == 1:
@@ -153,14 +168,19 @@ class AttentionDecode(AttentionTiles):
         if self.apart and self.choice.live == "seen":
             body.line(f"j_in = {keys_in_sight(self)}")
             self.key_mask = True
+        sight = bits_of_parts(self, stop) if meets and not self.early else ""
         k, v = self.keys_of(body), self.values_of(body)
-        if self.choice.early:
-            # Not for what it waits for: compilers move no load over it, and what comes behind it can be computed behind it only.
+        if self.early:
+            # For compilers, which move no load over it; nothing is computed before q is there.
+            body.comment("all that is loaded above is under way before anything is waited for")
             body.line("tl.debug_barrier()")
             self.load_queries()
         if meets:
-            self.parts = parts_in_sight(self, self.part, bits_of_parts(self, stop))
+            self.parts = parts_in_sight(self, self.part, sight or bits_of_parts(self, stop))
         self.scores(body, k)
+        if self.by_warp:
+            self.softmaxes_of_warps(v[0])
+            return
         body.line(f"top = tl.max(scores, {axis})")
         body.line(f"shift = {self.shift('top')}")
         body.line(f"weights = {self.weight('scores', f'shift{self.rows_at}')}")
@@ -170,6 +190,26 @@ class AttentionDecode(AttentionTiles):
                 body.line(f"{out} = tl.dot({self.rounded('weights')}, {code}{self.ieee})")
             else:
                 body.line(f"{out} = tl.sum({self.spread('weights')} * {self.every_row(code)}, {axis})")
+
+    def softmaxes_of_warps(self, v: str) -> None:
+        """The softmax of the program's one block of keys, where each warp makes its own of the keys that it holds: what the warps have is
+        exchanged once, where a maximum, a sum and the sums of values would be three times. `top` and `total` then lie along channels."""
+        builder, body, warps, out = self.builder, self.builder.body, self.choice.num_warps, self.outs[0]
+        # A name of its own: what a branch gives another shape must not be there before it.
+        join, keys, shift = (builder.names.new(name) for name in ("join_softmaxes", "by_warp", "shift_of_warp"))
+        builder.helpers[join] = JOIN.format(
+            name=join, shift=self.shift("new"), one=self.weight("top", "shift"), two=self.weight("top_2", "shift")
+        )
+        held = f"[BLOCK_J // {warps * self.run}, {warps}, {self.run}"
+        body.comment(f"each of {warps} warps holds {self.run} keys in a row")
+        body.line(f"{keys} = tl.reshape(scores, {held}])")
+        body.line(f"top = tl.max(tl.max({keys}, 0), 1)[:, None]")
+        body.line(f"{shift} = {self.shift('top')}")
+        body.line(f"weights = {self.weight(keys, f'{shift}[None, :, :]')}")
+        body.line("total = tl.sum(tl.sum(weights, 0), 1)[:, None]")
+        body.line(f"{out} = tl.sum(tl.sum(weights[:, :, :, None] * tl.reshape({v}, {held}, {self.e[0].block}]), 0), 1)")
+        whole = f"[{warps}, {self.e[0].block}]"
+        body.line(f"top, total, {out} = tl.reduce((tl.broadcast_to(top, {whole}), tl.broadcast_to(total, {whole}), {out}), 0, {join})")
 
     def several_blocks(self, start: str, stop: str, step: str) -> None:
         """The loop over a program's own blocks of keys."""

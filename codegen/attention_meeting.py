@@ -93,7 +93,7 @@ def meet(kernel: AttentionTiles, parts: Parts) -> None:
 def _join(kernel: AttentionTiles, block: Block, parts: Parts) -> None:
     builder, new, split = kernel.builder, kernel.builder.names.new, kernel.choice.split
     rows = 1 if kernel.single else kernel.choice.block_m
-    record = rows * (sum(part.width for part in kernel.e) + 2)
+    record = rows * (sum(part.width for part in kernel.e) + 2 * _along(kernel))
     blocks = sympy.Integer(1) if kernel.one_block else ceil_div(kernel.rows, kernel.choice.block_m)
     count = sympy.sympify(kernel.plan.batch) * kernel.plan.kv_heads * blocks
     partial = builder.workspace("partial", count * split * record, "float32")
@@ -150,6 +150,11 @@ def _load(name: str, found: tuple[str, str], given: str, parts: Parts, further: 
     return f'tl.load({place}{further}{f", mask={conditions}, other={nothing}" if conditions else ""}, cache_modifier=".cg")'
 
 
+def _along(kernel: AttentionTiles) -> int:
+    """How many times a part has its maximum and its sum of weights: once a channel, where they lie along channels."""
+    return kernel.e[0].width if kernel.by_warp else 1
+
+
 def _number(kernel: AttentionTiles, blocks: sympy.Expr) -> str:
     """Source of the number of a block of rows among all; "" where there is one."""
     code = ""
@@ -178,7 +183,8 @@ def _places(kernel: AttentionTiles, block: Block, partial: str, rows: int) -> di
         at += rows * part.width
     for name in ("top", "total"):
         place = new(f"{name}_here")
-        block.line(f"{place} = {here} + {at}" + ("" if kernel.single else f" + {lane}"))
+        lanes = f" + tl.arange(0, {kernel.e[0].block})" if _along(kernel) > 1 else "" if kernel.single else f" + {lane}"
+        block.line(f"{place} = {here} + {at}{lanes}")
         found[name] = (place, "m_in" if kernel.row_mask else "")
-        at += rows
+        at += rows * _along(kernel)
     return found

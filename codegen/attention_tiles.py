@@ -54,6 +54,7 @@ class AttentionTiles:
     """One attention plan under one choice of blocks: `block_m` rows, `block_n` keys a step, `block_k` channels at once (1: all)."""
 
     matrix = True  # products by matrix units
+    by_warp = False  # maxima of scores and sums of weights lie along channels
 
     def __init__(self, spec: t.KernelSpec, choice: Choice):
         assert isinstance(spec.plan, t.AttentionPlan)

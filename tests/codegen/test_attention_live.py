@@ -76,6 +76,16 @@ def test_any_number_of_programs(interpreter, split, keys, dtype, live):
     check(case, interpreter, choice=replace(DECODE, block_m=4, split=split, live=live))
 
 
+@pytest.mark.parametrize("live", ["", *LIVE])
+@pytest.mark.parametrize("dtype, d, warps", [(F16, 64, 2), (BF16, 24, 1), (F32, 16, 4)])
+def test_a_softmax_a_warp(interpreter, dtype, d, warps, live):
+    """Joined once: where the keys of a warp, or of all, are hidden, too."""
+    for shown, more in (("00000", {}), ("01000", {"sinks": True}), ("11011", {"softcap": 2.0})):
+        case = plans.attention(dtype, 1, 2, 2, 1, KEYS, d, mask=blocks(shown), **more)
+        choice = replace(DECODE, block_m=1, block_n=32, split=4, num_warps=warps, live=live, block_s=128 if live else 1)
+        check(case, interpreter, choice=replace(choice, early=warps < 4, by_warp=True))
+
+
 @pytest.mark.parametrize("live", LIVE)
 @pytest.mark.parametrize("name", ["left padding", "window", "positions", "added, left padding", "none"])
 def test_parts_without_keys_are_no_part_of_a_sum(interpreter, name, live):
@@ -153,7 +163,7 @@ def test_loads_come_before_what_waits_for_them(live):
     behind."""
     with torch.device("meta"):
         case = plans.attention(F16, 1, 12, 12, 1, 512, 64, mask="bool")
-    choice = replace(DECODE, block_m=1, block_n=128, split=4, num_warps=8, block_s=512, live=live, early=True)
+    choice = replace(DECODE, block_m=1, block_n=128, split=4, num_warps=8, block_s=512, live=live, early=True, by_warp=True)
     (kernel,) = generate(case.spec, choice, H200)
     used = resources(case, kernel, 90)
     assert used["STACK"] == used["LOCAL"] == 0
