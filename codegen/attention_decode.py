@@ -197,9 +197,8 @@ class AttentionDecode(AttentionTiles):
         builder, body, warps, out = self.builder, self.builder.body, self.choice.num_warps, self.outs[0]
         # A name of its own: what a branch gives another shape must not be there before it.
         join, keys, shift = (builder.names.new(name) for name in ("join_softmaxes", "by_warp", "shift_of_warp"))
-        builder.helpers[join] = JOIN.format(
-            name=join, shift=self.shift("new"), one=self.weight("top", "shift"), two=self.weight("top_2", "shift")
-        )
+        one, two = (self.weight(top, "shift") for top in ("top", "top_2"))
+        builder.helpers[join] = JOIN.format(name=join, shift=self.shift("new"), one=one, two=two)
         held = f"[BLOCK_J // {warps * self.run}, {warps}, {self.run}"
         body.comment(f"each of {warps} warps holds {self.run} keys in a row")
         body.line(f"{keys} = tl.reshape(scores, {held}])")

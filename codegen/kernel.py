@@ -118,11 +118,9 @@ class Choice:
     read (1: it is not looked at); `prefetch` bytes of each of a program's first keys and values are asked for before the kernel waits for
     the one before it (0: none). `live` (decode, under a mask that is looked at) is what programs that share keys know of each other: "",
     nothing; "parts", who has keys that some row sees, and no other stays; "seen", that, and hidden keys are not read; "dealt", the first
-    and the last key that some row sees, and only the blocks between them are dealt out. `early` (decode without matrix units): where a program
-    has one block of keys, it asks for values before anything waits for keys, by a barrier behind both; without it compilers put the loads
-    of values off.
-    `by_warp` (decode of one row and one block of keys a program, without matrix units): each warp makes a softmax of its own keys, and one
-    exchange between warps joins all.
+    and the last key that some row sees, and only the blocks between them are dealt out. The next two are for decode without matrix units
+    and one block of keys a program. `early`: values are asked for before anything waits for keys, by a barrier behind both; without it
+    compilers put their loads off. `by_warp` (one row): each warp makes a softmax of its own keys, and one exchange joins those of all.
     """
 
     schedule: str
