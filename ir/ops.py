@@ -85,28 +85,50 @@ embedding = define(
 # ---------------------------------------------------------------------------------------------------------------------- norms
 
 
-def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
-    """Layer normalisation over the last dimension; statistics in fp32, result in x's dtype."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
+EPS_PLACES = ("under", "beside", "least")
+
+
+def root_of(mean_square: Tensor, eps: float, place: str) -> Tensor:
+    """What a norm divides by, of the mean of squares m: sqrt(m + eps) ("under"), sqrt(m) + eps ("beside"), max(sqrt(m), eps) ("least")."""
+    if place == "under":
+        return torch.sqrt(mean_square + eps)
+    if place not in EPS_PLACES:
+        raise DsiError(f"an epsilon is not {place!r} a root (known: {', '.join(EPS_PLACES)})")
+    return torch.sqrt(mean_square) + eps if place == "beside" else torch.sqrt(mean_square).clamp(min=eps)
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, place: str = "under") -> Tensor:
+    """Layer normalisation over the last dimension; statistics in fp32, result in x's dtype. `place` of eps as in `root_of`."""
+    if place == "under":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred / root_of(centred.square().mean(-1, keepdim=True), eps, place)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(x.dtype).contiguous()
 
 
 layer_norm = define(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, *, float eps) -> Tensor",
+    'layer_norm(Tensor x, Tensor? weight, Tensor? bias, *, float eps, str place="under") -> Tensor',
     layer_norm_reference,
-    lambda x, weight, bias, *, eps: x.new_empty(x.shape),
+    lambda x, weight, bias, *, eps, place="under": x.new_empty(x.shape),
 )
 
 RMS_CASTS = ("none", "before", "after")
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor | None, *, eps: float, offset: float = 0.0, cast: str = "none") -> Tensor:
+def rms_norm_reference(
+    x: Tensor, weight: Tensor | None, *, eps: float, offset: float = 0.0, cast: str = "none", place: str = "under"
+) -> Tensor:
     """x / sqrt(mean(x², last) + eps) * (offset + weight).
 
     `cast` says where rounding to x's dtype happens: "before" normalises in fp32, rounds, then multiplies by the weight in x's dtype
-    (Llama); "after" multiplies in fp32 and rounds once (Gemma, with offset 1); "none" computes in x's dtype throughout.
+    (Llama); "after" multiplies in fp32 and rounds once (Gemma, with offset 1); "none" computes in x's dtype throughout. `place` of eps as
+    in `root_of`.
     """
     wide = x if cast == "none" else x.float()
-    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    mean_square = wide.pow(2).mean(-1, keepdim=True)
+    y = wide * torch.rsqrt(mean_square + eps) if place == "under" else wide / root_of(mean_square, eps, place)
     if cast == "before":
         y = y.to(x.dtype)
     if weight is not None:
@@ -116,9 +138,9 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, *, eps: float, offset: 
 
 
 rms_norm = define(
-    'rms_norm(Tensor x, Tensor? weight, *, float eps, float offset=0.0, str cast="none") -> Tensor',
+    'rms_norm(Tensor x, Tensor? weight, *, float eps, float offset=0.0, str cast="none", str place="under") -> Tensor',
     rms_norm_reference,
-    lambda x, weight, *, eps, offset=0.0, cast="none": x.new_empty(x.shape),
+    lambda x, weight, *, eps, offset=0.0, cast="none", place="under": x.new_empty(x.shape),
 )
 
 # ---------------------------------------------------------------------------------------------------------------- activations

@@ -106,10 +106,20 @@ def _moment(pull: Puller, node: fx.Node, lead: Coords, kind: str, eps: float, wh
     return Moment(node, lead, which)
 
 
+def _reciprocal_root(pull: Puller, node: fx.Node, lead: Coords, kind: str) -> Expr:
+    """1 / the root of the mean square of a row of norm `node`, by where its epsilon is; a row of zeros has the root 0."""
+    eps, place = keyword(node, "eps"), keyword(node, "place", "under")
+    if place == "under":
+        return _moment(pull, node, lead, kind, eps, "rstd")
+    root = Op("reciprocal", (_moment(pull, node, lead, kind, 0.0, "rstd"),), F32)
+    return Op("reciprocal", (Op("add" if place == "beside" else "maximum", (root, Const(float(eps), F32)), F32),), F32)
+
+
 def _layer_norm(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     x, weight, bias = (argument(node, i, n) for i, n in enumerate(("x", "weight", "bias")))
     *lead, last = coords
-    mean, rstd = (_moment(pull, node, tuple(lead), "layer", keyword(node, "eps"), which) for which in ("mean", "rstd"))
+    rstd = _reciprocal_root(pull, node, tuple(lead), "layer")
+    mean = Moment(node, tuple(lead), "mean")
     value: Expr = Op("mul", (Op("sub", (pull.at(x, coords), mean), F32), rstd), F32)
     if weight is not None:
         value = Op("mul", (value, pull.at(weight, (last,))), F32)
@@ -124,7 +134,7 @@ def _rms_norm(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     dtype = fake(x).dtype
     *lead, last = coords
     cast, offset = keyword(node, "cast", "none"), keyword(node, "offset", 0.0)
-    value = Op("mul", (pull.at(x, coords), _moment(pull, node, tuple(lead), "rms", keyword(node, "eps"), "rstd")), F32)
+    value = Op("mul", (pull.at(x, coords), _reciprocal_root(pull, node, tuple(lead), "rms")), F32)
     if cast == "before" and dtype != F32:
         value = Op("cast", (value,), dtype)
     if weight is not None:

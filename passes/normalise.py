@@ -29,6 +29,7 @@ from dsi.patterns.rules.softmax_view import SoftmaxView
 from dsi.patterns.rules.split_spelling import SplitSpelling
 from dsi.patterns.rules.squared_length import SquaredLength
 from dsi.patterns.rules.squeezed_permute import SqueezedPermute
+from dsi.patterns.rules.std_spelling import StdSpelling
 from dsi.patterns.rules.sum_of_mean import SumOfMean
 from dsi.patterns.rules.transpose_spelling import TransposeSpelling
 from dsi.patterns.rules.unsqueezed_view import UnsqueezedView
@@ -71,6 +72,7 @@ RULES: tuple[type[Rule], ...] = (
     ScaledQueries,
     ScaledTerms,
     LowestBound,
+    StdSpelling,
 )
 
 

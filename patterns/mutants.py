@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dsi.ir.ops import ACTIVATIONS, RMS_CASTS, ROPE_STYLES
+from dsi.ir.ops import ACTIVATIONS, EPS_PLACES, RMS_CASTS, ROPE_STYLES
 
 from .build import CUT, KEEP, Builder
 from .match import Match
@@ -18,7 +18,7 @@ from .sampling import assignments
 from .verify import DTYPES, Case
 from .vocabulary import Target
 
-_WORDS = (tuple(ACTIVATIONS), RMS_CASTS, ROPE_STYLES)
+_WORDS = (tuple(ACTIVATIONS), EPS_PLACES, RMS_CASTS, ROPE_STYLES)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ from .softmax_view import SoftmaxView
 from .split_spelling import SplitSpelling
 from .squared_length import SquaredLength
 from .squeezed_permute import SqueezedPermute
+from .std_spelling import StdSpelling
 from .sum_of_mean import SumOfMean
 from .tanh import Tanh
 from .transpose_spelling import TransposeSpelling
@@ -99,6 +100,7 @@ RULES: tuple[type[Rule], ...] = (
     SplitSpelling,
     SquaredLength,
     SqueezedPermute,
+    StdSpelling,
     SumOfMean,
     Tanh,
     TransposeSpelling,

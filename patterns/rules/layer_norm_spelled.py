@@ -1,8 +1,11 @@
 """(x - mean(x)) / sqrt(var(x) + eps) [* weight] [+ bias]   ->   dsi.layer_norm
 
-The variance is the biased one, by `var` or as the mean of squares. A weight of more than one dimension (one a head) stays a product.
-Seen in: models that write their own LayerNorm (early GPT code, MPT's low-precision norm, Cohere).
+The variance is by `var` or the mean of squares; of one that is divided by D - 1 instead of D a factor is left after the norm. The epsilon
+may be added to the root instead. A weight of more than one dimension (one a head) stays a product.
+Seen in: models that write their own LayerNorm (early GPT code, MPT's low-precision norm, Cohere; `torch.std` in the annotated Transformer).
 """
+
+import math
 
 import torch
 from dsi.patterns.rule import Rule
@@ -11,7 +14,7 @@ from dsi.patterns.rules.cast_chain import widens
 
 class LayerNormSpelled(Rule):
     dims = {"x": "... D", "weight": "~... D", "bias": "D"}
-    literals = {"eps": (1e-5, 1e-3)}
+    literals = {"eps": (1e-5, 1e-3, 0.1)}
 
     def pattern(self, op, x, weight, bias, eps, narrow):
         wide = op.maybe_cast(x, torch.float32, tag="wide")
@@ -21,17 +24,28 @@ class LayerNormSpelled(Rule):
             "variance",
             mean=lambda: op.mean(op.square(centred), [-1], True),
             var=lambda: op.var(wide, [-1], correction=0, keepdim=True),
+            unbiased=lambda: op.var(wide, [-1], correction=1, keepdim=True),
         )
         above = op.either("centred", once=lambda: centred, twice=lambda: wide - mean)
-        plain = op.either(
-            "root",
-            rsqrt=lambda: above * op.reciprocal_root(variance + eps),
-            divided=lambda: above / op.sqrt(variance + eps),
-        )
-        early = op.maybe_cast(plain, narrow, tag="early")
-        scaled = (early * op.maybe_cast(weight, torch.float32, tag="wide weight")).named("scaled")
-        biased = op.either("affine", both=lambda: scaled + bias, weight=lambda: scaled, none=lambda: early)
-        return op.maybe_cast(biased, narrow, tag="late")
+
+        def normalised(above):
+            return op.either(
+                "root",
+                rsqrt=lambda: above * op.reciprocal_root(variance + eps),
+                divided=lambda: above / op.sqrt(variance + eps),
+                beside=lambda: above / (op.sqrt(variance) + eps),
+            )
+
+        def after():
+            early = op.maybe_cast(normalised(above), narrow, tag="early")
+            scaled = (early * op.maybe_cast(weight, torch.float32, tag="wide weight")).named("scaled")
+            return op.either("affine", both=lambda: scaled + bias, weight=lambda: scaled, none=lambda: early)
+
+        def before():
+            scaled = normalised(above * weight).named("scaled")
+            return op.either("affine", both=lambda: scaled + bias, weight=lambda: scaled)
+
+        return op.maybe_cast(op.either("weighted", after=after, before=before), narrow, tag="late")
 
     def check(self, m):
         m.require(m.is_float("eps"), f"eps is {m.eps}, not a float")
@@ -47,16 +61,30 @@ class LayerNormSpelled(Rule):
         )
         m.require(not m.present("bias") or m.rank("weight") == 1, "a weight of several dimensions has a bias")
         m.require(not m.present("weight") or m.same(m.shape("scaled"), m.shape("x")), "the weight broadcasts x")
+        if m.tag("variance") == "unbiased":
+            size = m.size("D")
+            m.require(isinstance(size, int) and size > 1, f"a variance of {size} channels is divided by one less")
 
     def rewrite(self, dsi, m):
-        if not m.present("weight") or m.rank("weight") == 1:
-            return dsi.layer_norm(m.x, m.weight, m.bias, eps=m.eps)
-        x, product = m.dtype("x"), m.dtype("scaled")
-        wide = product != x and m.cast("wide") is not None and m.cast("early") is None
-        normalised = dsi.layer_norm(dsi.aten.cast(m.x, product) if wide else m.x, None, None, eps=m.eps)
-        weight = dsi.aten.cast(m.weight, product) if m.dtype("weight") != product else m.weight
-        scaled = dsi.aten.mul(normalised, weight)
-        return dsi.aten.cast(scaled, x) if product != x else scaled
+        # By how much the deviation is larger that is taken of D - 1.
+        larger = math.sqrt(m.size("D") / (m.size("D") - 1)) if m.tag("variance") == "unbiased" else 1.0
+        beside = m.tag("root") == "beside"
+        place = {"eps": m.eps / larger if beside else m.eps / larger**2, "place": "beside" if beside else "under"}
+        if larger == 1.0 and (not m.present("weight") or m.rank("weight") == 1):
+            return dsi.layer_norm(m.x, m.weight, m.bias, **place)
+        x = m.dtype("x")
+        wide = m.cast("wide") or x
+        value = dsi.layer_norm(dsi.aten.cast(m.x, wide) if wide != x else m.x, None, None, **place)
+        if larger != 1.0:
+            value = dsi.aten.mul(value, 1 / larger)
+        if m.cast("early") is not None:
+            value = dsi.aten.cast(value, x)
+        if m.present("weight"):
+            weight = m.weight if m.cast("wide weight") is None else dsi.aten.cast(m.weight, m.cast("wide weight"))
+            value = dsi.aten.mul(value, weight)
+        if m.present("bias"):
+            value = dsi.aten.add(value, m.bias)
+        return dsi.aten.cast(value, x) if dsi.value(value).dtype != x else value
 
     def sample(self, s):
         # Over one channel the result is 0, and what is left of cancellation.

@@ -1,6 +1,7 @@
 """x / sqrt(mean(x²) + eps) [* weight]   ->   dsi.rms_norm
 
-Where rounding to x's dtype happens is recorded: nowhere in between ("none"), before the weight ("before"), after it ("after").
+The epsilon may be added to the root instead. Where rounding to x's dtype happens is recorded: nowhere in between ("none"), before the
+weight ("before"), after it ("after").
 Seen in: Llama, Mistral, Qwen (before); OLMo-2, GPT-OSS (after); Gemma (after, weight 1 + w).
 """
 
@@ -15,7 +16,8 @@ class RmsNorm(Rule):
 
     def pattern(self, op, x, weight, eps, offset, narrow):
         wide = op.maybe_cast(x, torch.float32, tag="wide")
-        mean = op.mean(op.square(wide), [-1], True) + eps
+        mean_square = op.mean(op.square(wide), [-1], True)
+        mean = mean_square + eps
         plain = op.either(
             "root",
             rsqrt=lambda: wide * op.rsqrt(mean),
@@ -23,6 +25,7 @@ class RmsNorm(Rule):
             mixed=lambda: x * op.rsqrt(mean),
             pow=lambda: wide * op.pow(mean, -0.5),
             divided=lambda: wide / op.sqrt(mean),
+            beside=lambda: wide / (op.sqrt(mean_square) + eps),
         ).named("plain")
         early = op.maybe_cast(plain, narrow, tag="early").named("early_value")
         wide_weight = op.maybe_cast(weight, torch.float32, tag="weight")
@@ -53,7 +56,8 @@ class RmsNorm(Rule):
         m.require(cast_mode(m) is not None, "it rounds neither before nor after the weight as the operator does")
 
     def rewrite(self, dsi, m):
-        return dsi.rms_norm(m.x, m.weight, eps=m.eps, offset=float(m.offset or 0.0), cast=cast_mode(m))
+        place = "beside" if m.tag("root") == "beside" else "under"
+        return dsi.rms_norm(m.x, m.weight, eps=m.eps, offset=float(m.offset or 0.0), cast=cast_mode(m), place=place)
 
     def sample(self, s):
         return {**s.defaults(), "offset": s.pick((1.0, 1)), "narrow": s.dtype}

@@ -113,6 +113,22 @@ def test_norm_of_each_head(interpreter, symbolic, norm):
 
 
 @DTYPES
+@pytest.mark.parametrize("place", ["beside", "least"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_an_epsilon_that_is_not_under_the_root(interpreter, dtype, place, rows):
+    """In a prologue, in a kernel of rows, and of each head; the first row is 0."""
+
+    def project(x, g, b, w):
+        y = dsi.linear(dsi.rms_norm(x, g, eps=0.5, place=place), w)
+        return dsi.rms_norm(y.view(rows, 3, 8), None, eps=0.5, place=place)
+
+    x, *rest = randoms(dtype, (rows, 16), (16,), (16,), (24, 16))
+    x[0] = 0
+    assert_kernel_computes(project, [x, *rest], interpreter)
+    assert_kernel_computes(lambda x, g, b: dsi.layer_norm(x, g, b, eps=0.5, place=place), [x, *rest[:2]], interpreter)
+
+
+@DTYPES
 @SYMBOLIC
 def test_gpt2_qkv(interpreter, dtype, symbolic):
     def qkv(x, g, b, w, bias, keys, values, pos):

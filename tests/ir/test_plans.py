@@ -235,6 +235,20 @@ def test_norms_one_after_another() -> None:
     assert len(plan.reductions) == 2
 
 
+@pytest.mark.parametrize("place", ["beside", "least"])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_an_epsilon_that_is_not_under_the_root(norm: str, place: str) -> None:
+    """Large beside one row's root, small beside another's; a row of zeros has the root 0."""
+
+    def project(x, g, b, w):
+        rms = dsi.rms_norm(x, g, eps=0.5, place=place) + b
+        return dsi.linear(rms if norm == "rms" else dsi.layer_norm(x, g, b, eps=0.5, place=place), w)
+
+    x, *rest = tensors((B, S, 12), (12,), (12,), (18, 12))
+    x[:, 0], x[:, 1] = 0.0, x[:, 1] * 1e-3
+    check(project, [x, *rest], (B, S))
+
+
 def test_an_embedding_in_the_prologue() -> None:
     def first_layer(ids, table, g, w):
         h = dsi.embedding(table, ids) * 3.0

@@ -106,8 +106,19 @@ case("rms: squared length", {"rms_norm": 1}, X, W)(
 )
 case("rms: squared length, no keepdim", {"rms_norm": 1}, X)(lambda x: x * torch.rsqrt(x.norm(dim=-1) ** 2 / 10 + 1e-6)[..., None])
 NO_LENGTH = {"rms_norm_length": 0, "rms_norm": 0}
-case("not rms: length and eps", NO_LENGTH, X)(lambda x: x / (x.norm(dim=-1, keepdim=True) * 10**-0.5 + 1e-3))
-case("not rms: length of another size", NO_LENGTH, X)(lambda x: x / (x.norm(dim=-1, keepdim=True) * 3**-0.5))
+LENGTH = {"rms_norm_length": 1}
+case("rms: length and eps", LENGTH, X, W)(lambda x, w: x / (x.norm(dim=-1, keepdim=True) * 10**-0.5 + 0.3) * w)
+case("rms: length of another size", LENGTH, X, W)(lambda x, w: x / (x.norm(dim=-1, keepdim=True) * 3**-0.5 + 0.3) * w)
+case("rms: bare length", LENGTH, X)(lambda x: x / x.norm(dim=-1, keepdim=True))
+case("rms: unit length", LENGTH, X)(lambda x: F.normalize(x, dim=-1, eps=1.0))
+case("rms: unit length by a weight", LENGTH, X, W)(lambda x, w: F.normalize(x, dim=-1) * 10**0.5 * w)
+case("rms: unit length of heads", LENGTH, randn(2, 3, 4, 5))(lambda x: F.normalize(x, dim=-1))
+case("not rms: unit length of another dimension", NO_LENGTH, CUBE)(lambda x: F.normalize(x, dim=1))
+case("not rms: unit length by sizes", NO_LENGTH, X)(lambda x: F.normalize(x, p=1.0, dim=-1))
+case("not rms: length that is at most a number", NO_LENGTH, X)(lambda x: x / x.norm(dim=-1, keepdim=True).clamp(max=1.0))
+case("not rms: length between two numbers", NO_LENGTH, X)(lambda x: x / x.norm(dim=-1, keepdim=True).clamp(1.0, 2.0))
+case("not rms: length and a tensor", NO_LENGTH, X, randn(1).abs())(lambda x, e: x / (x.norm(dim=-1, keepdim=True) + e))
+case("not rms: length in the middle of a cube", NO_LENGTH, CUBE)(lambda x: x / x.norm(dim=-1)[:, None])
 case("not rms: length of another dimension", NO_LENGTH, CUBE)(lambda x: x / (x.norm(dim=1, keepdim=True) * 4**-0.5))
 case("not rms: sum of sizes", NO_LENGTH, X)(lambda x: x / (x.norm(1, dim=-1, keepdim=True) * 10**-0.5))
 case("not rms: squared sum of sizes", NO_LENGTH, X)(lambda x: x * torch.rsqrt(x.norm(1, dim=-1, keepdim=True) ** 2 / 10 + 1e-6))
@@ -115,7 +126,12 @@ case("not rms: length in half", {**NO_LENGTH, "squared_length": 0}, X.to(BF))(
     lambda x: x * torch.rsqrt(x.norm(dim=-1, keepdim=True) ** 2 / 10 + 1e-6)
 )
 case("not rms: length of something else", NO_LENGTH, X, randn(2, 3, 10))(lambda x, y: x / (y.norm(dim=-1, keepdim=True) * 10**-0.5))
-case("not rms: eps outside the root", {"rms_norm": 0}, X)(lambda x: x / ((x * x).mean(-1, keepdim=True).sqrt() + 1e-3))
+case("rms: eps beside the root", {"rms_norm": 1}, X, W)(lambda x, w: w * (x / ((x * x).mean(-1, keepdim=True).sqrt() + 0.3)))
+case("rms: eps beside the root, cast", {"rms_norm": 1}, X.to(BF), W.to(BF))(
+    lambda x, w: w * (lambda y: y / (y.pow(2).mean(-1, keepdim=True).sqrt() + 0.3))(x.float()).to(BF)
+)
+case("not rms: a tensor beside the root", {"rms_norm": 0}, X, randn(1).abs())(lambda x, e: x / ((x * x).mean(-1, keepdim=True).sqrt() + e))
+case("not rms: eps under and beside the root", {"rms_norm": 0}, X)(lambda x: x / (((x * x).mean(-1, keepdim=True) + 0.1).sqrt() + 0.3))
 case("not rms: offset added in half", {"rms_norm": 1}, X.to(BF), W.to(BF))(lambda x, w: (rms(x.float(), 1.0) * (1.0 + w)).to(BF))
 case("not rms: other axis", {"rms_norm": 0}, randn(2, 10, 10), W)(lambda x, w: rms(x, w, dim=1))
 case("not rms: mean of another tensor", {"rms_norm": 0}, X, X + 1)(lambda x, y: x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
@@ -190,16 +206,43 @@ case("layer norm spelled: no keepdim", {"layer_norm_spelled": 1}, X, W, B10)(
 case("layer norm spelled: var_mean", {"layer_norm_spelled": 1}, X, W, B10)(
     lambda x, w, b: (lambda var, mean: (x - mean) * torch.rsqrt(var + 1e-5) * w + b)(*torch.var_mean(x, -1, correction=0, keepdim=True))
 )
-case("not layer norm: var_mean, unbiased", {"layer_norm_spelled": 0}, X)(
+case("layer norm spelled: var_mean, unbiased", {"layer_norm_spelled": 1}, X)(
     lambda x: (lambda var, mean: (x - mean) * torch.rsqrt(var + 1e-5))(*torch.var_mean(x, -1, keepdim=True))
 )
 case("not layer norm: var_mean of another dimension", {"layer_norm_spelled": 0}, CUBE)(
     lambda x: (lambda var, mean: (x - mean) * torch.rsqrt(var + 1e-5))(*torch.var_mean(x, 1, correction=0, keepdim=True))
 )
-case("not layer norm: eps outside the root", {"layer_norm_spelled": 0}, X)(
-    lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True, unbiased=False) + 1e-3)
+case("layer norm spelled: eps beside the root", {"layer_norm_spelled": 1}, X)(
+    lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True, unbiased=False) + 0.3)
 )
-case("not layer norm: unbiased, no keepdim", {"layer_norm_spelled": 0}, X)(
+
+
+def annotated(x, w, b, dim=-1, unbiased=True):
+    return w * (x - x.mean(dim, keepdim=True)) / (x.std(dim, keepdim=True, unbiased=unbiased) + 0.3) + b
+
+
+case("layer norm spelled: annotated", {"layer_norm_spelled": 1}, X, W, B10)(annotated)
+case("layer norm spelled: annotated, biased", {"layer_norm_spelled": 1}, X, W, B10)(lambda x, w, b: annotated(x, w, b, unbiased=False))
+case("layer norm spelled: annotated, the weight after", {"layer_norm_spelled": 1}, X, W, B10)(
+    lambda x, w, b: w * ((x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 0.3)) + b
+)
+case("layer norm spelled: annotated, a weight a head", {"layer_norm_spelled": 1}, X, randn(3, 10))(lambda x, w: annotated(x, w, 0.0))
+case("not layer norm: annotated over another axis", {"layer_norm_spelled": 0}, randn(2, 10, 10), W, B10)(
+    lambda x, w, b: annotated(x, w, b, dim=1)
+)
+case("not layer norm: annotated of one channel", {"layer_norm_spelled": 0}, randn(2, 3, 1))(
+    lambda x: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, correction=1).nan_to_num(1.0) + 1e-5)
+)
+case("not layer norm: the deviation of something else", {"layer_norm_spelled": 0}, X, randn(2, 3, 10))(
+    lambda x, y: (x - x.mean(-1, keepdim=True)) / (y.std(-1, keepdim=True) + 0.3)
+)
+case("not layer norm: divided by two less", {"layer_norm_spelled": 0}, X)(
+    lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, correction=2, keepdim=True) + 0.3)
+)
+case("not layer norm: eps of each row", {"layer_norm_spelled": 0}, X, randn(3, 1).abs())(
+    lambda x, e: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + e)
+)
+case("layer norm spelled: unbiased, no keepdim", {"layer_norm_spelled": 1}, X)(
     lambda x: (x - x.mean(-1)[..., None]) / torch.sqrt(x.var(-1) + 1e-5).unsqueeze(-1)
 )
 
@@ -211,7 +254,7 @@ def spelled_in_float(x, w, b):
 
 
 case("layer norm spelled: cast", {"layer_norm_spelled": 1}, X.to(BF), W.to(BF), B10.to(BF))(spelled_in_float)
-case("not layer norm: unbiased", {"layer_norm_spelled": 0}, X, W, B10)(lambda x, w, b: spelled(x, w, b, correction=1))
+case("layer norm spelled: unbiased", {"layer_norm_spelled": 1}, X, W, B10)(lambda x, w, b: spelled(x, w, b, correction=1))
 case("not layer norm: other axis", {"layer_norm_spelled": 0}, randn(2, 10, 10), W, B10)(lambda x, w, b: spelled(x, w, b, dim=1))
 
 
