@@ -3,7 +3,8 @@
 With few queries a kernel is bound by reading keys and values: by memory at its full rate, by the programs' own pace, which is the bytes
 that they have asked for and not yet got, over the latency of memory, or by the processor with the most programs. With many, by the matrix
 units and the program with the most keys. Around that come costs a kernel has once: the gap to the kernel before, the first tile, the scan
-of a mask, and the meeting of programs that share keys. How much of a cache is live is not known: all of it is taken to be.
+of a mask, and the meeting of programs that share keys. How much of a cache is live is not known: all of it is taken to be, unless whoever
+asks says otherwise. Then what programs know of each other (`Choice.live`) shows: fewer of them meet, or none.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from .roofline import evaluate, traffic
 # Seconds of a kernel's first and last instructions, and what the way through the matrix units adds to them.
 START, END, MATRIX = 0.4e-6, 0.4e-6, 0.3e-6
 SCAN, SCAN_STEP = 0.6e-6, 0.15e-6  # the scan of a mask: its first step, from the last-level cache to a bound; each further one
+# What programs learn of each other beside their loads; what values cost that are asked for behind keys, from the last-level cache; and three
+# exchanges between warps instead of one. Not measured: a reduction within a program, an access to that cache, and what the barriers take.
+SIGHT, LATE, EXCHANGES = 0.1e-6, 0.2e-6, 0.2e-6
 MEETING, PART = 1.6e-6, 0.04e-6  # programs that share keys: storing a part, counting arrivals, reading the first; each further one
 # The least that one block of keys takes, from scores to sums; and on top of it for each element of keys and values that a thread holds.
 STEP, STEP_ELEMENT = 0.2e-6, 1.6e-9
@@ -65,6 +69,7 @@ class AttentionWork:
     mask_rows: str
     beside: bool  # tensors are read row by key beside the scores, in more than whole aligned runs of bytes
     one_query: bool
+    live: int = 0  # keys, from some first one on, that the mask shows; 0: all, as far as is known
 
     @property
     def group(self) -> int:
@@ -196,10 +201,23 @@ def _resident(work: AttentionWork, choice: Choice, device: Device) -> int:
     return max(1, min(REGISTERS // (registers(work, choice) * threads), THREADS // threads, by_shared, PROGRAMS))
 
 
+def _parts(work: AttentionWork, choice: Choice) -> tuple[int, int]:
+    """Programs that meet for a block of rows, and blocks of keys that each of them visits at most."""
+    blocks = blocks_of(work, choice)
+    live = math.ceil(min(work.live or work.keys, work.keys) / choice.block_n)
+    if work.mask == "" or (choice.block_s == 1 and choice.live != "seen"):
+        return choice.split, blocks
+    parts = max(min(choice.split, live), 1) if choice.live and choice.block_s > 1 else choice.split
+    return parts, min(max(math.ceil(live / choice.split), 1), blocks)
+
+
 def _decode(work: AttentionWork, choice: Choice, device: Device) -> float:
-    programs, blocks, units = programs_of(work, choice), blocks_of(work, choice), matrix(choice)
+    units = matrix(choice)
+    parts, blocks = _parts(work, choice)
+    programs = programs_of(work, choice) // choice.split * parts
     d, e = widths(work, choice)
-    scanned = work.mask != "" and choice.block_s > 1
+    alone = blocks_of(work, choice) == 1 and (choice.live in ("parts", "seen") or choice.block_s == 1)  # one block, whatever the mask
+    scanned = work.mask != "" and choice.block_s > 1 and not (choice.live and alone)
     waves = math.ceil(programs / (device.processors * _resident(work, choice, device)))
     each = math.ceil(programs / device.processors)
     held = choice.block_n * (d + e) / (32 * choice.num_warps)
@@ -210,7 +228,8 @@ def _decode(work: AttentionWork, choice: Choice, device: Device) -> float:
     # The first block is in the last-level cache if it was asked for before the wait.
     first = device.latency * (RESIDENT if choice.prefetch else 1.0)
     pace = first + (least if blocks == 1 else blocks * step)
-    read = blocks * choice.block_n * work.kv_bytes
+    keys = min(choice.block_n, work.live or choice.block_n) if choice.live in ("seen", "dealt") else choice.block_n
+    read = blocks * keys * work.kv_bytes
     if units:
         rate = device.matrix.get(work.itemsize, device.vector) if work.itemsize < 4 else device.vector / 2
         arithmetic = each * blocks * 2.0 * choice.block_m * choice.block_n * (d + e) / (rate / device.processors / 4)
@@ -221,8 +240,12 @@ def _decode(work: AttentionWork, choice: Choice, device: Device) -> float:
     once = START + END + device.dependent + (MATRIX if units else 0.0)
     if scanned:
         once += SCAN + SCAN_STEP * (math.ceil(blocks * choice.block_n / choice.block_s) - 1)
-    if choice.split > 1:
-        once += MEETING + PART * choice.split
+    elif choice.live and work.mask:
+        once += SIGHT + (LATE if choice.live == "seen" else 0.0)
+    if not units and blocks_of(work, choice) == 1:
+        once -= (LATE if choice.early else 0.0) + (EXCHANGES if choice.by_warp else 0.0)
+    if parts > 1:
+        once += MEETING + PART * parts
         once += 2 * 4 * programs * min(choice.block_m, work.rows) * (e + 2) / device.cache
     return busy + once
 
