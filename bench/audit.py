@@ -74,6 +74,8 @@ class Found:
             return found  # a few microseconds at most, once a step
         found += ["few programs"] if self.programs < device.processors else []
         found += [f"loads of {self.loop.widest} bytes"] if self.loop.loads and self.loop.widest < 16 else []
+        thin = schedule in ("skinny", "tiled") and self.loop.again and min(self.loop.loads, default=4) < 4
+        found += [f"loads of {min(self.loop.loads)} bytes in the loop, which are no asynchronous copies"] if thin else []
         found += [f"{self.loop.exchanges} exchanges in the loop"] if schedule == "gemv" and self.loop.again and self.loop.exchanges else []
         return found
 

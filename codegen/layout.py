@@ -48,7 +48,8 @@ class Tile:
 
     `fixed` replaces symbols before anything is printed (a dimension of size 1; a column by its position in a part). `accumulators` are
     the anchor's sums by window and part, `statistics` those of row statistics. `columns` and `part` say how the tile's columns are laid
-    out, and `group_start` is the source (1-d) of where each column's group starts within the tile ("" where there is one group).
+    out, and `group_start` is the source (1-d) of where each column's group starts within the tile ("" where there is one group). `thin`:
+    values of two bytes along these axes alone are loaded once for every point of the tile.
     """
 
     shape: tuple[str, ...]
@@ -61,6 +62,7 @@ class Tile:
     columns: Columns | None = None
     part: int = 0
     group_start: str = ""
+    thin: frozenset[int] = frozenset()
 
     def dims(self, axes: Iterable[int]) -> str:
         wanted = set(axes)

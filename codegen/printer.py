@@ -141,6 +141,9 @@ class Printer(IndexPrinter):
         tensor = self.builder.spec.inputs[expr.input]
         pointer = self.builder.input(expr.input)
         address, axes, masks = self.address(pointer, tensor, expr.coords, point, guard)
+        if axes and axes == self.tile.thin and expr.dtype.itemsize == 2:
+            axes = frozenset(range(len(self.tile.shape)))
+            address = f"tl.broadcast_to({address}, {self.tile.dims(axes)})"
         for axis in sorted(axes):
             if axis in self.tile.masks:
                 masks.append(self.tile.masks[axis])

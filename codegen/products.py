@@ -22,6 +22,7 @@ from .builder import Block, triton_type
 from .columns import Columns
 from .deferred import constant, peeled, unconditional
 from .integers import normalise
+from .peel import first_rows, first_step
 from .printer import Printer, Tile, unrounded
 from .quantised import rounded_rows, scaled, step_scale, within_step, word_step
 from .statistics import Straight, divisible
@@ -84,13 +85,13 @@ class Products:
         sums = self.zeros()
         current = self.held() if self.schedule == "gemv" and not self.straight else {}
         if self.peeled:
-            self.first_rows(statistics)
+            first_rows(self, statistics)
         with self.loop(statistics) as printer:
             k = printer.tile.bound[t.K].code.split("[")[0]
             if self.schedule != "gemv":
                 if self.peeled == "first":
                     turn = Block(printer.block)
-                    self.first_step(turn, sums)
+                    first_step(self, turn, sums)
                     printer.block.attach(f"if {self.k0} == {self.loop_start()}:", turn)
                 self.matrix_step(printer, k, sums)
             elif self.straight:
@@ -103,7 +104,7 @@ class Products:
                 for key, (name, _) in current.items():
                     printer.block.line(f"{name} = {ahead[key][0]}")
         if self.peeled == "last":
-            self.first_step(self.body, sums)
+            first_step(self, self.body, sums)
         along = 1 if self.linear.single else 2
         for key, digits in self.whole_sums.items():
             if self.words:  # whole numbers as long as possible: they need no conversion, and their sum is exact
@@ -153,37 +154,6 @@ class Products:
             held[key] = (self.builder.names.new(f"{name}_now"), axes)
             self.body.line(f"{held[key][0]} = {name}")
         return held
-
-    def first_rows(self, statistics: Bases) -> None:
-        """Asks for the rows of a peeled step, which are multiplied behind the loop."""
-        self.x_printer = self.step_printer(self.outer(statistics), statistics)
-        digits = [t.Load(number, (t.R, t.K), torch.int8) for number in self.given_inputs] if self.digits else []
-        for load in digits or unconditional([self.x]):
-            text = self.x_printer.load(load, raw=True)  # converted where it is used, so that no one waits for it here
-            self.first_x[text.code] = load.dtype
-
-    def first_step(self, block: Block, sums: Sums) -> None:
-        """The peeled step, written into `block`. Triton would store its tiles to shared memory, where products take them from, as soon as
-        they are loaded: the kernel would then wait for memory before it has asked for anything else."""
-        assert self.x_printer is not None
-        loop, (self.k0, self.current) = (self.k0, self.current), ("", self.k)
-        block.comment("the first step, whose tiles were loaded before the wait")
-
-        def late(name: str, dtype: torch.dtype) -> str:
-            if dtype.itemsize >= 4:
-                return name
-            self.builder.use("late")
-            found = self.builder.names.new(f"{name}_held")  # a name of its own, or the loop would carry it from turn to turn
-            block.line(f"{found} = late({name}, {4 // dtype.itemsize}, PDL)")
-            return found
-
-        dtypes = [self.spec.inputs[window.weight].dtype for window in self.segment.windows]
-        tiles = {key: (late(name, dtypes[key[0]]), axes) for key, (name, axes) in self.first.items()}
-        for name, dtype in self.first_x.items():
-            block.rename(name, late(name, dtype))
-        self.x_printer.block = block
-        self.matrix_step(self.x_printer, self.k, sums, tiles)
-        self.k0, self.current = loop
 
     # ------------------------------------------------------------------------------------------------------------------- steps
 
@@ -239,6 +209,9 @@ class Products:
             self.builder.names.new(f"{k}_in")
             first.append(f"{k}_in = {k} < {linear.k_end or self.size()}")
         tile, around = self.x_tile(k, statistics)
+        if self.schedule != "gemv" and self.choice.block_k == 32 * self.choice.num_warps:
+            # Two bytes a thread (a norm's weight) are no asynchronous copy, and the loop would wait for them in every step.
+            tile.thin = frozenset((1,))
         header = f"for {k0} in range({self.loop_start()}, {linear.k_end or self.size()}, BLOCK_K):"
         return outer.on(around).loop(header, tile, first)
 

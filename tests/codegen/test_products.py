@@ -13,6 +13,7 @@ from dsi.ir import tile as t
 from torch import nn
 
 import dsi
+from bench import ptx
 
 from . import plans
 from .support import check, resources
@@ -109,6 +110,29 @@ def test_compiles_for_hopper(name, choice):
     used = resources(case, kernel, 90)
     assert used["STACK"] == used["LOCAL"] == 0 and used["SHARED"] <= 227 * 1024, used
     assert isinstance(case.spec.plan, t.LinearPlan)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["llama_qkv", "gpt2_qkv", "neox_qkv", "gate_up"])
+def test_norms_whose_weight_has_two_bytes_a_thread(interpreter, name, dtype):
+    """It is loaded for every row, as x is: two bytes are no asynchronous copy."""
+    for rows, choice in ((3, SKINNY), (13, Choice("tiled", None, 16, 32, 32, 32, 1, 2))):
+        case = constant(CASES[name](dtype, rows))
+        kernel, source = text(case, replace(choice, block_k=32, num_warps=1))
+        norm = next(tensor.name for tensor in case.spec.inputs if tensor.name in ("norm_weight", "ln_weight"))
+        assert f"tl.load(tl.broadcast_to({norm}_ptr + k" in source
+        check(case, interpreter, kernel)
+
+
+@pytest.mark.parametrize("choice", [Choice("skinny", 4, 8, 32, 128, 256, 4, 3, 4), Choice("skinny", 16, 16, 64, 256, 256, 8, 3, 2)])
+def test_no_step_waits_for_a_norms_weight(choice):
+    with torch.device("meta"):
+        case = constant(plans.llama_qkv(BF16, choice.max_rows, 1, heads=32, kv_heads=8, d=128, hidden=4096, cache=1024))
+    (kernel,), texts = generate(case.spec, choice), {}
+    used = resources(case, kernel, 90, texts=texts)
+    assert used["STACK"] == used["LOCAL"] == 0
+    loop = ptx.busiest(texts["ptx"])
+    assert loop.again and min(loop.loads) >= 4  # bytes, of which there are asynchronous copies
 
 
 class Looked(nn.Module):
