@@ -97,14 +97,47 @@ def prepare(problem: Problem, wanted: Sequence[dict[str, Any]], most: int, pool:
     from dsi.codegen.devices import find_device
 
     device = find_device(name)
-    ranked = list(cost.candidates(problem.spec, None, device))
-    listed = [ranked[0], *(dataclasses.replace(ranked[0], **fields) for fields in wanted), *ranked[:most]]
+    ranked, own = list(cost.candidates(problem.spec, None, device)), cost.choices(problem.spec, device)[-1]
+    listed = [own, *(dataclasses.replace(own, **fields) for fields in wanted), *ranked[:most]]
     candidates = [Candidate(choice, ranked.index(choice) if choice in ranked else None) for choice in dict.fromkeys(listed)]
     made = pool.submit(problem.spec, [c.choice for c in candidates]) if pool is not None else [None] * len(candidates)
     for candidate, future in zip(candidates, made, strict=True):
-        candidate.predicted = cost.predict(problem.spec, candidate.choice, device) * 1e6
+        candidate.predicted = _predicted(problem, candidate.choice, device) * 1e6
         candidate.made = future
     return Tried(problem, candidates)
+
+
+def _predicted(problem: Problem, choice: Any, device: Any) -> float:
+    """Seconds by the model, which is told the live length."""
+    from dsi.codegen import attention_cost, cost
+    from dsi.codegen.roofline import assumptions
+
+    if choice.schedule != "attention_decode" or problem.case.live is None:
+        return cost.predict(problem.spec, choice, device)
+    work = attention_cost.attention_work(problem.spec, 1, assumptions(problem.spec.plan, choice))
+    return attention_cost.attention_seconds(dataclasses.replace(work, live=problem.case.live), choice, device)
+
+
+def keep(tried: Sequence[Tried], name: str, file: Path) -> None:
+    """Writes what won to a table of defaults: of one cache, over all live lengths that were measured, the choice with the least time in
+    all, if it was right at each of them."""
+    from dsi.codegen import attention_defaults
+
+    of_a_cache: dict[tuple[Any, ...], list[Tried]] = {}
+    for one in tried:
+        entry = attention_defaults.entry(one.problem.spec, {}, 1.0)
+        if entry is not None and one.problem.case.live is not None:
+            of_a_cache.setdefault(entry.key, []).append(one)
+    entries = []
+    for alike in of_a_cache.values():
+        times = [{c.choice: c.us for c in one.candidates if not c.problem and c.us} for one in alike]
+        sums = {choice: sum(each[choice] for each in times) for choice in times[0] if all(choice in each for each in times)}
+        if sums:
+            best = min(sums, key=lambda choice: sums[choice])
+            fields = {f.name: getattr(best, f.name) for f in dataclasses.fields(best) if getattr(best, f.name) != f.default}
+            fields.pop("max_rows")
+            entries.append(attention_defaults.entry(alike[0].problem.spec, fields, round(sums[best] / len(alike), 2)))
+    attention_defaults.write(file, name, [entry for entry in entries if entry is not None])
 
 
 def measure(tried: Tried, best: int, name: str, report: Report) -> None:
@@ -191,6 +224,9 @@ def main(
     small: Annotated[bool, typer.Option("--small", help="Toy sizes, to try the harness anywhere.")] = False,
     budget: Annotated[float | None, typer.Option(help="Seconds that the run may take; what no longer fits is skipped.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="File for everything that was measured.")] = None,
+    defaults: Annotated[
+        Path | None, typer.Option(help="File in the form of codegen/attention_defaults.json that gets the winners.")
+    ] = None,
 ) -> None:
     """Attention's kernels under many choices, beside SDPA."""
     path.backend()  # so that the package is found
@@ -219,6 +255,8 @@ def main(
             if report.fits(str(tried.problem), 0 if small else 5):
                 measure(tried, best, name, report)
             tried.problem.sets.clear()
+        if defaults is not None:
+            keep(queued, name, defaults)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Choices for attention of one query that were measured to be the fastest, as `defaults` holds them for linears.
 
-`attention_defaults.json` has, for each device, what won in sweeps over caches of which a quarter was live. An attention that was not
+`attention_defaults.json` has, for each device, what won in sweeps over caches of which a quarter was live
+(`python -m bench.attention_sweep --defaults FILE`). An attention that was not
 measured takes the choice of the nearest one that was: programs and the keys of each decide its time, and both change little within a
 factor of two.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,11 @@ class AttentionEntry(BaseModel):
     masked: bool = True
     choice: dict[str, Any]
     us: float = Field(gt=0)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What an entry is for: two with the same key are two measurements of one thing."""
+        return (self.heads, self.group, self.keys, self.size, self.itemsize, self.masked)
 
     def distance(self, other: AttentionEntry) -> float | None:
         """How far another is, in doublings; None where a choice for this one is none for that."""
@@ -85,10 +92,27 @@ def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice
     return Choice(**{"max_rows": None if plan.queries == 1 else max_rows, **nearest.choice})
 
 
+def write(path: Path, device_name: str, entries: Sequence[AttentionEntry]) -> None:
+    """Adds entries for a device, by its CUDA name, to a file that may not exist yet; one with the same key is replaced."""
+    found = read(path) if path.exists() else {}
+    name = find_device(device_name).name
+    found[name] = tuple({other.key: other for other in (*found.get(name, ()), *entries)}.values())
+    lines = []
+    for device, values in sorted(found.items()):
+        each = ",\n".join("   " + json.dumps(value.model_dump(exclude_defaults=True)) for value in values)
+        lines.append(f'  "{device}": [\n{each}\n  ]')
+    path.write_text(f'{{"format": {FORMAT}, "devices": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+
+
+def read(path: Path) -> dict[str, tuple[AttentionEntry, ...]]:
+    """The entries of a file, by the name of the device. Raises ValueError where it is of another format."""
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored.get("format") != FORMAT:
+        raise ValueError(f"{path.name} has format {stored.get('format')}, and {FORMAT} is read")
+    return {device: tuple(AttentionEntry(**value) for value in values) for device, values in stored["devices"].items()}
+
+
 @functools.cache
 def table() -> dict[str, tuple[AttentionEntry, ...]]:
-    """The entries that ship, by the name of the device. Raises ValueError where the file is of another format."""
-    stored = json.loads(FILE.read_text(encoding="utf-8"))
-    if stored.get("format") != FORMAT:
-        raise ValueError(f"{FILE.name} has format {stored.get('format')}, and {FORMAT} is read")
-    return {device: tuple(AttentionEntry(**value) for value in values) for device, values in stored["devices"].items()}
+    """The entries that ship."""
+    return read(FILE)
