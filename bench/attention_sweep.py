@@ -7,6 +7,7 @@ they run, each launched while the one before it still runs, over different keys 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -27,12 +28,12 @@ from bench import path, timing
 from bench.attention import Case
 from bench.comparators import DTYPES, FLOOR, SLACK, WIDER, reset
 from bench.compile_pool import CompilePool, generated
-from bench.gpt_regions import copies_past_cache
 from bench.linear import Candidate, Running, graph_of, parse_choices
 from bench.linear_forms import region_of
 from bench.report import Report, Settings, figure
 
 DECODE = "1x12x12x64x512x502,1x25x25x64x1024x1000,1x28x28x152x1024x1000,1x32x8x128x512x502,16x32x8x128x512x502,16x32x8x128x4096x512"
+PAST_CACHE, MOST_COPIES = 2.5, 400  # bytes read by turns, in sizes of the last-level cache; and of what they are
 LONGEST = 120.0  # seconds that compiling one choice may take
 PREFILL = "1x32x8x128x512,1x32x8x128x2048,1x16x16x64x128"
 
@@ -64,7 +65,8 @@ class Problem:
         seen = torch.arange(room, device=device) <= torch.arange(live - queries, live, device=device)[:, None]
         more = [] if form == "causal" else [seen[None, None].expand(case.batch, 1, queries, room).contiguous()]
         self.function = causal if form == "causal" else masked
-        copies = copies_past_cache(int(self.moved))
+        # Of what is read, since a step's weights leave nothing of a cache in the last-level cache.
+        copies = max(2, min(MOST_COPIES, math.ceil(PAST_CACHE * timing.cache_bytes() / self.moved)))
         self.sets = [[q, random(case.kv_heads, room), random(case.kv_heads, room), *more] for _ in range(copies)]
         self.region, self.order = region_of(self.function, self.sets[0])
         self.spec = self.region.spec

@@ -14,6 +14,7 @@ from dsi.ir.tolerances import disagreement
 from . import plans
 from .support import check, op, resources
 from .test_attention import BATCH, KEYS, MASKS, added, case_of, prefix
+from .test_golden import FOLDER
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LIVE = ("parts", "seen", "dealt")
@@ -155,6 +156,13 @@ def test_without_a_mask_to_look_at_all_meet(live):
         spec = plans.attention(F32, BATCH, 4, 2, 3, KEYS, **more).spec
         sources = [generate(spec, replace(DECODE, live=way), H200)[0].source for way in ("", live)]
         assert sources[0] == sources[1]
+
+
+def test_source(golden):
+    with torch.device("meta"):
+        spec = plans.attention(F16, 1, 12, 12, 1, 512, 64, mask="bool").spec
+    choice = replace(DECODE, block_m=1, block_n=128, split=4, num_warps=8, block_s=512, early=True, by_warp=True)
+    golden(FOLDER / "attention_decode_live.txt", generate(spec, choice, H200)[0].source)
 
 
 @pytest.mark.parametrize("live", LIVE)
