@@ -72,7 +72,9 @@ def peeled(spec: t.KernelSpec, choice: Choice) -> str:
 
 
 def peel_of(inner: sympy.Expr, choice: Choice) -> str:
-    """`peeled` for a contracted dimension of `inner` elements, whose weights are constants."""
+    """`peeled` for `inner` contracted elements of weights that are constants. Raises ValueError for a way that there is not."""
+    if choice.peel not in ("", "last", "first"):
+        raise ValueError(f"a choice peels {choice.peel!r}; known ways: last, first")
     share = span_of(inner, choice)
     if choice.schedule != "skinny" or (share.is_Integer and int(share) <= choice.block_k):
         return ""

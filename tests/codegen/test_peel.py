@@ -130,6 +130,11 @@ def test_without_effect(case, choice):
         assert source(case, replace(choice, peel=peel)) == source(case, choice)
 
 
+def test_another_way_is_refused():
+    with pytest.raises(ValueError, match="peels 'middle'; known ways: last, first"):
+        source(constant(plans.projection(BF16, 3, inner=72, columns=33)), replace(SKINNY, peel="middle"))
+
+
 def test_a_weight_of_one_segment_that_the_graph_writes_keeps_all_in_the_loop():
     case = constant(plans.llama_qkv(BF16, 1, 3, hidden=96))
     first = case.spec.plan.segments[0].windows[0].weight
