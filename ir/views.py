@@ -113,7 +113,7 @@ def _select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 def _flip(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     moved = list(coords)
-    for d in args_of(node)[1]:
+    for d in args_of(node)[1] if coords else ():  # torch lets one number be flipped, too
         dim = _axis(node, d, len(coords))
         moved[dim] = size_of(fake(node).shape[dim]) - 1 - coords[dim]
     return pull.at(args_of(node)[0], moved)

@@ -40,10 +40,21 @@ def cpp_compiler() -> str | None:
 
 
 def decompositions() -> dict[Any, Callable]:
-    """The table of ATen decompositions that Inductor's own front end traces with."""
+    """The table of ATen decompositions that Inductor's own front end traces with, except where that changes numbers: a term of `addmm` with
+    a factor of 0 is left out, whatever it holds; written out, it would be 0 times that.
+    """
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table()
+    table = dict(select_decomp_table())
+    addmm = table.get(torch.ops.aten.addmm.default)
+
+    def with_both_terms(*args: Any, beta: Any = 1, alpha: Any = 1, **kwargs: Any) -> Any:
+        assert addmm is not None
+        return NotImplemented if beta == 0 or alpha == 0 else addmm(*args, beta=beta, alpha=alpha, **kwargs)
+
+    if addmm is not None:
+        table[torch.ops.aten.addmm.default] = with_both_terms
+    return table
 
 
 def static_input_indices() -> tuple[int, ...]:
@@ -120,7 +131,7 @@ def compile_graph(
     from torch._inductor.virtualized import V
 
     static = static_inputs(gm)
-    with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch(patches):
+    with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch({**_as_written(), **patches}):
         memory = memory_of(gm)
         gm = _joint_graph_passes(compile_fx, gm, inputs)
         keep_apart(gm, memory, written)
@@ -133,16 +144,24 @@ def compile_graph(
     return boxed(compiled)
 
 
+def _as_written() -> dict[str, Any]:
+    """What has Inductor keep a cast to half precision that is cast back: it rounds, which is what it is there for."""
+    from torch._inductor import config
+
+    return {"emulate_precision_casts": True} if hasattr(config, "emulate_precision_casts") else {}
+
+
 def _joint_graph_passes(compile_fx: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Inductor's joint-graph passes except its pattern tables: those take any literal for the one that they were made with, so that a
-    softmax over the wrong dimension becomes fused attention, with other numbers. What they look for has been recognised before, exactly."""
+    """Inductor's joint-graph passes except two that change numbers. Its pattern tables take any literal for the one that they were made
+    with, so that a softmax over the wrong dimension becomes fused attention; what they look for has been recognised before, exactly. Its
+    folding of uniform values takes `x * 0` for 0 where x may be infinite or no number."""
     from torch._inductor import config
 
     passes = compile_fx._recursive_joint_graph_passes
     output = next(iter(reversed(gm.graph.nodes)))
     output.meta["output_stack_traces"] = [value.meta.get("stack_trace") if isinstance(value, fx.Node) else None for value in output.args[0]]
     devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
-    with config.patch(pattern_matcher=False):
+    with config.patch(pattern_matcher=False, joint_graph_constant_folding=False):
         if "input_device" in inspect.signature(passes).parameters:
             return passes(gm, input_device=devices[0] if devices else torch.device("cpu"))
         return passes(gm)

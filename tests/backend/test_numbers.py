@@ -1,0 +1,52 @@
+"""Numbers of the kinds in which compilers are reported to be wrong (NaN, infinities, roundings, ranks of 0): each is eager's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+NAN, INF = float("nan"), float("inf")
+SPECIAL = torch.tensor([NAN, INF, -INF, 1.0, 0.0, -0.0])
+
+
+def seeded(*size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def times_zero(x):
+    return x * 0, x * torch.zeros(6), 0 * x + 1, x - x
+
+
+def terms_with_a_factor_of_zero(x, a, b):
+    return torch.addmm(x, a, b, beta=0), torch.addmm(x, a, b, beta=0.0, alpha=2.0), torch.addmm(a, x.expand(1, 4), b, alpha=0)
+
+
+def rounded_between(x, w):
+    y = (x @ w).to(torch.bfloat16) + w[0]
+    return y, x.to(torch.bfloat16).to(torch.float32) * 3, x.half().float() - 1
+
+
+def one_number(x):
+    return x.sum().flip(0), x[0, 0].flip(-1) * 2, x.sum().flip(0).expand(3)
+
+
+CASES: list[tuple[Callable[..., Any], list[Tensor]]] = [
+    (times_zero, [SPECIAL]),
+    (terms_with_a_factor_of_zero, [torch.full((4,), NAN), seeded(1, 4), seeded(4, 4)]),
+    (rounded_between, [seeded(5, 32), seeded(32, 17)]),
+    (one_number, [seeded(3, 4)]),
+]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("executor", ["reference", "auto"])
+@pytest.mark.parametrize("function, inputs", CASES)
+def test_numbers_are_eagers(function, inputs, executor, dynamic):
+    with torch.no_grad():
+        got = torch.compile(function, backend="dsi", dynamic=dynamic, options={"executor": executor})(*copy.deepcopy(inputs))
+        torch.testing.assert_close(got, function(*inputs), equal_nan=True)
