@@ -62,6 +62,12 @@ def test_attention_over_a_cache(dtype, heads, d, compile_only, tmp_path):
     test_kernels.test_attention_over_a_cache(dtype, (129, 77), heads, d, tmp_path)
 
 
+@pytest.mark.parametrize("live", ["parts", "seen", "dealt"])
+@pytest.mark.parametrize("heads, d, dtype", [((2, 2), 64, torch.float16), ((8, 2), 128, torch.bfloat16)], ids=str)
+def test_attention_whose_programs_know_who_has_keys(live, heads, d, dtype, compile_only, tmp_path):
+    test_kernels.test_attention_whose_programs_know_who_has_keys(live, (128, 129), heads, d, dtype, tmp_path)
+
+
 @pytest.mark.parametrize(
     "options", [{"causal": True}, {"mask": "bool"}, {"causal": True, "window": 70, "softcap": 20.0, "sinks": True}], ids=str
 )

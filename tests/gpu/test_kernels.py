@@ -173,6 +173,19 @@ def test_attention_over_a_cache(dtype, live, heads, d, tmp_path):
         check(case, choice, tmp_path)
 
 
+@pytest.mark.parametrize("live", ["parts", "seen", "dealt"])
+@pytest.mark.parametrize("lives", [(0, 5), (128, 129), (640, 300)], ids=str)
+@pytest.mark.parametrize("heads, d, dtype", [((2, 2), 64, F16), ((8, 2), 128, BF16)], ids=str)
+def test_attention_whose_programs_know_who_has_keys(live, lives, heads, d, dtype, tmp_path):
+    """No part of a sequence has keys, one alone, or several: one block of keys a program and several, a softmax a warp."""
+    j = torch.arange(640)
+    mask = torch.stack([(j >= 640 - some) if number else (j < some) for number, some in enumerate(lives)])[:, None, None]
+    case = plans.attention(dtype, 2, *heads, 1, 640, d, mask=mask)
+    alone = Choice("attention_decode", None, 1 if heads[0] == heads[1] else 16, 128, 1, 1024, 8, 1, 8, live=live)
+    check(case, replace(alone, early=True, by_warp=True), tmp_path)
+    check(case, replace(alone, block_n=64, split=4, num_stages=2 if alone.block_m == 16 else 3), tmp_path)
+
+
 @pytest.mark.parametrize(
     "options", [{"causal": True}, {"mask": "bool"}, {"causal": True, "window": 70, "softcap": 20.0, "sinks": True}], ids=str
 )
