@@ -77,9 +77,9 @@ SPREAD = 0.1
 TALL, SHORT = 0.43, 0.4
 TILED, HALF_AREA, COMPUTED = 0.89, 2600, 0.68
 CROWDED = 0.7  # further registers for each sum where an epilogue works on several parts
-# Predicted, not measured yet: a peeled first step saves the latency of the first load, where another kernel's program fits on a processor
-# beside those of the one that runs (else it starts as late as it would have waited); behind the loop it costs the tile's way through shared
-# memory, bytes/s of a processor.
+# Predicted, not measured yet. A peeled first step saves the latency of the first load, where another kernel's program fits on a processor
+# beside those of the one that runs (else it starts as late as it would have waited); behind a kernel of the rows, which leaves memory idle,
+# it saves the load. Multiplied last it costs the tile's way through shared memory, in bytes/s of a processor.
 SOONER, CROWDED_OUT, THROUGH = 0.7e-6, 0.2e-6, 110e9
 UNROUNDED = 3  # waves of programs from which on the last need not be a whole one
 
@@ -277,13 +277,28 @@ def programs_of(work: LinearWork, choice: Choice) -> int:
 def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:
     """Seconds of one launch behind another kernel, the gap between them included; of two, where the prologue is a kernel of its own."""
     seconds, int8 = 0.0, work.as_int8(choice)
-    if int8 or (choice.apart and not work.bare):
+    apart = int8 or (choice.apart and not work.bare)
+    if apart:
         fit = FITS[choice.schedule]
         # Digits of words need a pass of their own for each row's unit; in the other schedules' fit it is contained.
         passes = len(work.reductions) + (1 if choice.schedule == "gemv" and int8 else 0)
         seconds = fit.apart + fit.reading * passes + 2 * work.rows * work.inner * work.x_bytes / device.bandwidth
         work = replace(work, reductions=(), bare=True, x_bytes=(1 if work.rounded else 2) if int8 else work.x_bytes)
-    return seconds + _product_seconds(work, choice, int8, device)
+    return seconds + _product_seconds(work, choice, int8, device) - _sooner(work, choice, apart, device)
+
+
+def _sooner(work: LinearWork, choice: Choice, apart: bool, device: Device) -> float:
+    """Seconds by which a kernel ends sooner whose first step is peeled. `apart`: the kernel before it computes its rows alone."""
+    peel = work.peel(choice)
+    if not peel or device.capability < 90:
+        return 0.0
+    together, programs, tile = resident(work, choice, device), programs_of(work, choice), work.tile_bytes(choice)
+    first = min(programs, device.processors * together)  # programs that can start while the kernel before still runs
+    if apart:
+        gain = min(SOONER + first * tile / device.bandwidth, FITS[choice.schedule].apart)
+    else:
+        gain = SOONER if math.ceil(programs / device.processors) < together else CROWDED_OUT
+    return gain - (0.5 * tile / THROUGH if peel == "last" else 0.0)  # what one program waits for, another may overlap
 
 
 def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Device) -> float:
@@ -326,9 +341,6 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     seconds += work.passes(choice) * (fit.reading + rows_read * on_processor / (fit.cache * device.cache / processors))
     if choice.split > 1:
         seconds += fit.meeting + 2 * 4 * choice.split * work.rows * work.columns / (fit.cache * device.cache)
-    if peel := work.peel(choice):
-        seconds -= SOONER if on_processor < together else CROWDED_OUT
-        seconds += 0.5 * work.tile_bytes(choice) / THROUGH if peel == "last" else 0.0  # what one program waits for, another may overlap
     return seconds + (0.0 if device.capability >= 90 else device.launch - device.dependent)
 
 

@@ -179,6 +179,11 @@ def test_predictions_and_resources_count_the_held_tile():
     assert resident(work, last, H200) <= resident(work, plain, H200)
     gain = cost.predict(spec, plain) - cost.predict(spec, last)
     assert 0 < gain <= 0.7e-6
+    assert cost.predict(spec, plain, A100) == cost.predict(spec, last, A100)
+    with torch.device("meta"):
+        int8 = constant(quantised(lambda: plans.gate_up(BF16, 8, 4096, 14336))).spec
+    digits = Choice("skinny", None, 8, 64, 128, 4096, 4, 3, digits=2)  # behind the kernel of the rows
+    assert 0.7e-6 < cost.predict(int8, digits) - cost.predict(int8, replace(digits, peel="first")) < 3e-6
     wide = replace(plain, block_n=128, block_k=512, num_stages=2, peel="last")
     assert not admissible(work, wide, 8, H200) and admissible(work, wide, 8, H200, same=True)
 
