@@ -60,3 +60,38 @@ def eager_calls(kind: type[nn.Module]) -> Iterator[list[str]]:
         yield seen
     finally:
         kind.forward = forward  # type: ignore[method-assign]
+
+
+class Stand:
+    """Records a step by remembering it; a launch runs it. Nothing is executed while recording."""
+
+    def __init__(self) -> None:
+        self.recorded, self.allowed, self.error = 0, True, None
+
+    def place(self):
+        return 0
+
+    def may_record(self):
+        return self.allowed
+
+    def record(self, run, place):
+        if self.error:
+            raise self.error
+        self.recorded += 1
+        return run, run
+
+
+class Late:
+    """Gives a step's tokens when `lag` more steps have been queued, and no earlier."""
+
+    lag = 2
+
+    def begin(self, board):
+        self.board, self.queued = board, -1
+
+    def queue(self, step):
+        self.queued = step
+
+    def read(self, step):
+        assert step <= self.queued
+        return self.board[step].clone().numpy()

@@ -13,15 +13,15 @@ def prompt_bucket(length: int, room: int) -> int:
     """
     if length <= 1:
         return length
-    step = max(PROMPT_STEP, _power_of_two(length) // 16)
+    step = max(PROMPT_STEP, power_of_two(length) // 16)
     return min(-(-length // step) * step, room)
 
 
 def cache_bucket(tokens: int, least: int, most: int) -> int:
     """Slots of a cache for `tokens` tokens: a power of two that holds `least` tokens too, never more than `most`."""
-    return min(_power_of_two(max(tokens, least, SMALLEST_CACHE)), most)
+    return min(power_of_two(max(tokens, least, SMALLEST_CACHE)), most)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The smallest power of two that is not less than `number`."""
     return 1 << max(0, number - 1).bit_length()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from .cache import LayerShape
 from .hooks import Preparation
@@ -36,7 +35,7 @@ class Decoder:
     rolls: bool
     prepares: Preparation
 
-    def arguments(self, ids: Tensor, positions: Tensor | None, mask: Tensor | None, cache: Cache, keep: Tensor | None) -> dict[str, Any]:
+    def arguments(self, ids: Tensor, positions: Tensor | None, mask: Tensor | None, cache: Any, keep: Tensor | None) -> dict[str, Any]:
         """Arguments of the model's forward for ids [rows, new]; positions [rows, new] and mask [rows, slots] where it takes them."""
         given: dict[str, Any] = {"input_ids": ids, self.cache_name: cache, "use_cache": True}
         if self.positions:
@@ -53,7 +52,7 @@ class Decoder:
         within: contextlib.AbstractContextManager[Any] = optimised()
         return within
 
-    def logits(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, fed: Tensor, keep: Tensor | None) -> Tensor:
+    def logits(self, ids: Tensor, positions: Tensor | None, mask: Tensor | None, cache: Any, fed: Tensor, keep: Tensor | None) -> Tensor:
         """Logits [rows, new or 1, vocabulary] behind ids [rows, new], of which the `fed` [] last are tokens if the model rolls, the first
         ones otherwise. mask [rows, slots]: of tokens. `cache` is the engine's; what is new is written to it. Traced as it is."""
         if not self.rolls:

@@ -7,12 +7,13 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.utils import GenerationMixin
 
 from .decoder import Decoder, NotOurs
 from .hooks import Preparation
+from .seq2seq import Seq2Seq, behind_encoder
 from .trial import compare_with_no_cache, first_line, trial
 
 # Where a class has one of these of its own, generating with it is more than calling its forward on ids, positions and a mask.
@@ -20,13 +21,12 @@ from .trial import compare_with_no_cache, first_line, trial
 HOOKS = ("_sample", "_prefill", "_update_model_kwargs_for_generation")
 
 
-def examine(model: Any) -> Decoder:
-    """The model as the loop calls it. Raises `NotOurs` for one that the loop cannot run."""
+def examine(model: Any, states: Tensor | None = None) -> Decoder:
+    """The model as the loop calls it. `states` [rows, places, width]: such as its encoder makes, where it has one. Raises `NotOurs` for a
+    model that the loop cannot run."""
     name = type(model).__name__
     if not isinstance(model, GenerationMixin):
         raise NotOurs(f"{name} is no transformers model that generates")
-    if model.config.is_encoder_decoder:
-        raise NotOurs(f"{name} has an encoder and a decoder")
     if getattr(model, "_is_stateful", False):
         raise NotOurs(f"{name} keeps a state that is no KV cache")
     for hook in HOOKS:
@@ -37,10 +37,14 @@ def examine(model: Any) -> Decoder:
     cache_name = next((argument for argument in ("cache", "past_key_values") if argument in accepted), None)
     if cache_name is None or "attention_mask" not in accepted:
         raise NotOurs(f"the forward of {name} takes no cache, or no attention mask")
-    prepares = Preparation(model, cache_name)
-    draft = Decoder(model, (), cache_name, "position_ids" in accepted, "logits_to_keep" in accepted, False, False, prepares)
     # transformers says which models are right with free slots behind the newest token; no trial call could tell.
     stays = bool(getattr(model, "_can_compile_fullgraph", False))
+    if model.config.is_encoder_decoder:
+        if not stays or states is None or not {"decoder_input_ids", "encoder_outputs"} <= accepted.keys():
+            raise NotOurs(f"{name} has an encoder, and a decoder that is not made for a cache whose sizes do not change")
+        return _behind_encoder(model, cache_name, "logits_to_keep" in accepted, states)
+    prepares = Preparation(model, cache_name)
+    draft = Decoder(model, (), cache_name, "position_ids" in accepted, "logits_to_keep" in accepted, False, False, prepares)
     for masked, rolls in [*([(False, False), (True, False)] if stays else []), (True, True)]:
         decoder = dataclasses.replace(draft, always_masked=masked, rolls=rolls)
         try:
@@ -57,14 +61,27 @@ def examine(model: Any) -> Decoder:
     raise NotOurs(f"a trial call of {name} with a cache of fixed size failed: {type(problem).__name__}: {first_line(problem)}")
 
 
+def _behind_encoder(model: Any, cache_name: str, keeps: bool, states: Tensor) -> Seq2Seq:
+    draft = Seq2Seq(model, (), cache_name, False, keeps, False, False, Preparation(model, cache_name))
+    try:
+        with torch.autocast(model.device.type, enabled=False):
+            return behind_encoder(draft, states)
+    except NotOurs:
+        raise
+    except Exception as error:  # whatever the model's code raises where it looks for more than a text has
+        what = f"a trial call of {type(model).__name__} behind its encoder failed"
+        raise NotOurs(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+
+
 def position_limit(model: Any, config: Any) -> int | None:
     """How many positions a table of the model has; None where positions are computed (rotary ones, slopes).
 
     A table is an embedding other than the input's, or a buffer, as long as the configuration says that positions are: a few rows longer
     where some are reserved.
     """
-    most = getattr(config, "max_position_embeddings", None)
-    if not isinstance(most, int):
+    names = ("max_position_embeddings", "max_target_positions")
+    most = next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)
+    if most is None:
         return None
     inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     lengths = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding) and part is not inputs]

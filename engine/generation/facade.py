@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerationMixin
 
 from .compiled import compiled
 from .decoder import NotOurs
+from .lengths import for_all_lengths, of_any_length
 from .merged import Merged
 from .stand_in import stand_in, stand_in_class
 
@@ -34,6 +35,8 @@ class Facade:
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.called += 1
+            if kwargs.get("encoder_outputs") is not None:
+                kwargs = of_any_length(kwargs)
             return run(*args, **kwargs)
 
         forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]  # looked at several times a call
@@ -47,7 +50,7 @@ class Facade:
     def _encoder(self, encoder: Any) -> Any:
         known = self._encoders.get(id(encoder))
         if known is None or known[0] is not encoder:
-            kind = stand_in_class(encoder, compiled_forward(encoder, self.options))
+            kind = stand_in_class(encoder, for_all_lengths(compiled_forward(encoder, self.options)))
             known = self._encoders[id(encoder)] = (encoder, kind)
         return stand_in(encoder, known[1])
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from .cache import hand_over
 from .compiled import loudly
@@ -24,6 +24,7 @@ from .loop import Loop, Made
 from .progress import compiling
 from .prompts import check_cache, check_ids, check_padding, check_prompt, check_room, prompt_length, total_length
 from .request import Request, request_of
+from .seq2seq import states_of
 from .steps import Steps, recorder_for
 
 log = logging.getLogger("dsi.engine")
@@ -143,7 +144,7 @@ class Generator:
         ends = any(hasattr(criterion, "eos_token_id") for criterion in kwargs.get("stopping_criteria") or ())
         check_padding(self.model, kwargs["generation_config"], input_ids.shape[0], ends)
         try:
-            loop = self._ready()
+            loop = self._ready(states_of(kwargs.get("encoder_outputs")) if self.model.config.is_encoder_decoder else None)
             request = request_of(loop.decoder, loop.device, input_ids, *args, **kwargs)
         except NotOurs as reason:
             self.why_not_ours = str(reason)
@@ -162,6 +163,9 @@ class Generator:
         self.why_not_ours = ""
         config = kwargs["generation_config"]
         ids = self._ended(request, made, input_ids.device)
+        if config.return_dict_in_generate and made.source is not None and request.source is not None:
+            both = made.source.handed_over(made.held, request.source[0].shape[1])
+            return GenerateEncoderDecoderOutput(sequences=ids, **{_CACHE_FIELD: both})
         cache = request.past
         if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
             hand_over(made.cache, cache, request.held, made.held, made.first)
@@ -179,13 +183,13 @@ class Generator:
             request.streamer.end()
         return ids
 
-    def _ready(self) -> Loop:
-        """The loop, made at the first call. Raises `NotOurs` where the model is none for it."""
+    def _ready(self, states: Tensor | None = None) -> Loop:
+        """The loop, made at the first call, where an encoder made `states`. Raises `NotOurs` where the model is none for it."""
         if self._refused:
             raise NotOurs(self._refused)
         if self.loop is None or self._kind != (self.model.device, self.model.dtype):
             try:
-                decoder = examine(self.model)
+                decoder = examine(self.model, states)
             except NotOurs as reason:
                 self._refused = str(reason)
                 raise
@@ -193,7 +197,8 @@ class Generator:
             self._kind = device, self.model.dtype
             self._kept.forget()
             steps = Steps(recorder_for(device, self.cuda_graph))
-            self.loop = Loop(decoder, self.min_out_tokens, self.max_out_tokens, self.options, steps, device)
+            most = min(self.max_out_tokens, self._positions or self.max_out_tokens)
+            self.loop = Loop(decoder, self.min_out_tokens, most, self.options, steps, device)
         return self.loop
 
     def _check_prepared(self, prompt: int, config: Any) -> None:

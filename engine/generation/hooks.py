@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput
 
 HOOK = "prepare_inputs_for_generation"
 ROWS = 2
@@ -28,6 +29,7 @@ class Preparation:
         self.own = getattr(type(model), HOOK, None) is not getattr(GenerationMixin, HOOK, None)
         self._cache_name = cache_name
         self._name = type(model).__name__
+        self._encodes = model.config.is_encoder_decoder
         self._sides = [(device, _at(model, device, general=False), _at(model, device, general=True)) for device in ("meta", "cpu")]
         self._differences: dict[tuple[int, int], str] = {}
 
@@ -61,7 +63,13 @@ class Preparation:
         total = held + fed
         ids = torch.arange(ROWS * total, device=device).reshape(ROWS, total) % 97
         given: dict[str, Any] = {"input_ids": ids, "use_cache": True, self._cache_name: _cache(held, device)}
-        given |= {"attention_mask": torch.ones_like(ids), "position_ids": ids.flip(1), "logits_to_keep": 1}
+        given |= {"attention_mask": torch.ones_like(ids), "logits_to_keep": 1}
+        if self._encodes:
+            states = torch.zeros(ROWS, total, 1, device=device)
+            given[self._cache_name] = EncoderDecoderCache(given[self._cache_name], _cache(total if held else 0, device))
+            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+        else:
+            given["position_ids"] = ids.flip(1)
         return given | {"next_sequence_length": fed, "is_first_iteration": not held}
 
     def _equal(self, ours: dict[str, Any], theirs: dict[str, Any], held: int) -> bool:

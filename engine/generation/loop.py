@@ -21,6 +21,8 @@ from .gpu_state import GpuState
 from .progress import compiling
 from .reader import Copying, Direct, Reader
 from .request import Request
+from .seq2seq import Seq2Seq
+from .source import Behind, SourceStore
 from .state import State
 from .steps import PROMPT_RUNS, Steps
 from .watch import Watch
@@ -29,12 +31,13 @@ from .watch import Watch
 @dataclass
 class Made:
     """What came of a request: `ids` [rows, n + new], a copy, and the cache, of which the `held` tokens from slot `first` on count; it is
-    the engine's own."""
+    the engine's own. Behind an encoder, `source` is what the decode steps read of it."""
 
     ids: Tensor
     cache: Cache
     held: int
     first: int
+    source: Behind | None = None
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.store = KeyValueStore(self.decoder.layers, self.device)
+        source = self.decoder.source if isinstance(self.decoder, Seq2Seq) else None
+        self.sources = None if source is None else SourceStore(source, self.device)
         self.reader = self.reader or (Copying(self.device) if self.device.type == "cuda" else Direct())
         self._watch = Watch(self.decoder.model)
         decoder = self.decoder
@@ -94,22 +99,24 @@ class Loop:
 
     def _run(self, request: Request, looked: int) -> Made:
         rows = request.ids.shape[0]
-        moved = self.store.grown
+        moved = self._moved()
         cache = self._cache(rows, request.total)
-        if self.store.grown != moved:
+        if self.store.grown != moved[0]:
             self._states.clear()
-        if self.store.grown != moved or self._looked != looked:
+        behind = None if self.sources is None or request.source is None else self.sources.hold(cache, *request.source)
+        if self._moved() != moved or self._looked != looked:
             self.steps.forget()
             self._looked = looked
         if request.past is not None and request.held:
             take_over(cache, request.past, request.held, self.store.slots - request.held if self.decoder.rolls else 0)
         state = self._state(rows)
         self._begin(state, request)
-        self._tokens(state, cache, request)
+        self._tokens(state, behind or (cache, cache), request)
         n = request.ids.shape[1]
         # Steps behind the end may have been run: they have moved what rolls.
         first = self.store.slots - int(state.length) if self.decoder.rolls else 0
-        return Made(state.ids[:, : n + self.taken].clone(), cache, request.held + request.fed + self.taken - 1, first)
+        held = request.held + request.fed + self.taken - 1
+        return Made(state.ids[:, : n + self.taken].clone(), cache, held, first, None if behind is None else behind[1])
 
     def measured(self, prompt: bool = False) -> tuple[Callable[[], None], Callable[[], None], int] | None:
         """For benchmarks: what launches the last decode step (`prompt`: the last prompt) once more, what sets its counters back to where
@@ -130,6 +137,10 @@ class Loop:
         return replay, rewind, 1 if prompt else new - 1
 
     # ------------------------------------------------------------------------------------------------------------------- buffers
+
+    def _moved(self) -> tuple[int, int]:
+        """How often the memory of the cache has moved, and that for sources."""
+        return self.store.grown, 0 if self.sources is None else self.sources.grown
 
     def _cache(self, rows: int, total: int) -> Cache:
         """An empty cache for `total` tokens a row; with room for more, so that it need not grow soon, if the memory is there."""
@@ -176,16 +187,19 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------------------------------------- steps
 
-    def _tokens(self, state: State, cache: Cache, request: Request) -> None:
-        """Run the steps, and count the tokens that a row gets."""
+    def _tokens(self, state: State, caches: tuple[Any, Any], request: Request) -> None:
+        """Run the steps, and count the tokens that a row gets. `caches`: what the prompt's step is given, and what each decode step is."""
         recipe = request.recipe
-        masked = state.rows > 1 or request.mask is not None or self.decoder.always_masked
+        masked = request.source is None and (state.rows > 1 or request.mask is not None or self.decoder.always_masked)
         mask = state.mask if masked else None
         feed = self._feed(state, request)
         self._began = state, feed, request.ids.shape[1], request.held, request.limit
         bucket = feed.bucket
         self.store.written = state.slots if self.decoder.rolls else max(self.store.written, request.held + bucket, request.total)
 
+        written, cache = caches
+        places = () if request.source is None else (written.states.shape[1], cache.states.shape[1])
+        one = bucket == 1 and request.source is None  # a prompt that is a decode step
         stack = contextlib.ExitStack()
 
         @functools.cache
@@ -195,10 +209,10 @@ class Loop:
 
         def prompt() -> None:
             loud()
-            if bucket == 1:
+            if one:
                 logits = self._step(feed.ids, feed.positions, mask, cache, feed.length)
             else:
-                logits = self._prompt(feed.ids, feed.positions, mask, cache, feed.length, feed.last)
+                logits = self._prompt(feed.ids, feed.positions, mask, written, feed.length, feed.last)
             state.follow(recipe, logits[:, -1], feed.length)
 
         def step() -> None:
@@ -207,17 +221,17 @@ class Loop:
             state.follow(recipe, logits[:, -1], state.one)
 
         kind = (state.rows, state.slots, masked, state.ending, recipe.key)
-        self.last_step, self.last_prompt = ("step", *kind), ("prompt", bucket, *kind)
+        self.last_step, self.last_prompt = ("step", *kind, *places[1:]), ("prompt", bucket, *kind, *places)
         looks = _Looks(self, state, request)
         launch: Callable[[], None] | None = None
         with stack:
             for number in range(request.limit):
-                if number == (bucket > 1):
+                if number == (not one):
                     stack.enter_context(self.decoder.decoding())
                 if launch is not None:
                     launch()
                 elif number == 0:
-                    with compiling("decode step" if bucket == 1 else "prompt", self._new((bucket > 1, *kind[:3]))):
+                    with compiling("decode step" if one else "prompt", self._new((not one, *kind[:3]))):
                         self.steps.run(self.last_prompt, prompt, PROMPT_RUNS)
                 else:
                     with compiling("decode step", self._new((False, *kind[:3]))):

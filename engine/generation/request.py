@@ -14,9 +14,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .cache import is_growing
 from .decoder import Decoder, NotOurs
 from .sampling import Recipe, recipe
+from .seq2seq import Seq2Seq, states_of
 
 CACHE_NAMES = ("cache", "past_key_values")
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES}
+KNOWN_BEHIND = {"attention_mask", "decoder_attention_mask", "encoder_outputs", "use_cache", "logits_to_keep", *CACHE_NAMES}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -27,6 +29,7 @@ class Request:
     `ids` [rows, n]: the sequence so far, of which the last `fed` tokens are not in the cache yet. `mask` [rows, past + fed]: 0 where a
     token is padding; None where none is. `positions` [rows or 1, fed], or None. `limit`: new tokens at most. `ends`: end-of-sequence
     tokens, or None. `past`: a caller's cache with `held` tokens. `criteria`: looked at after every token; (ids, None) -> [rows] bool.
+    `source`: behind an encoder, its states [rows, n, width] and their mask [rows, n], None where it hides nothing.
     """
 
     ids: Tensor
@@ -41,6 +44,7 @@ class Request:
     held: int = 0
     criteria: Callable[[Tensor, None], Tensor] | None = None
     streamer: Any = None
+    source: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def total(self) -> int:
@@ -66,9 +70,13 @@ def request_of(
     input_ids = input_ids.to(torch.int64) if input_ids.dtype in (torch.int32, torch.int16) else input_ids
     if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.shape[1] == 0:
         raise NotOurs("the prompt holds no token ids")
+    source = None
     for name, value in given.items():
-        if value is not None and name not in KNOWN:
+        if value is not None and name not in (KNOWN_BEHIND if isinstance(decoder, Seq2Seq) else KNOWN):
             raise NotOurs(f"the model is given {name!r}")
+    if isinstance(decoder, Seq2Seq):
+        source = _source(given, decoder, device, input_ids)
+        given = {}  # the rest is about the source
     past, held = _past(given, config, decoder, input_ids.shape[0])
     fed = _fed(input_ids, given.get("attention_mask"), config, held)
     limit, ends, others = _stops(stopping_criteria, input_ids.shape[1])
@@ -87,6 +95,7 @@ def request_of(
         held=held,
         criteria=others or None,
         streamer=streamer,
+        source=source,
     )
 
 
@@ -128,6 +137,24 @@ def _past(given: dict[str, Any], config: Any, decoder: Decoder, rows: int) -> tu
     if held and (others := {layer.keys.shape[0] for layer in cache.layers} - {rows}):
         raise ValueError(f"dsi: the cache holds {others.pop()} rows, and the prompt has {rows}: give the cache of these rows, or none")
     return cache, held
+
+
+def _source(given: dict[str, Any], decoder: Seq2Seq, device: torch.device, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(the encoder's states, their mask or None)."""
+    if any(getattr(given.get(name), "_is_user_defined", False) for name in CACHE_NAMES):
+        raise NotOurs("the cache is the caller's own, behind an encoder")
+    own = given.get("decoder_attention_mask")
+    if own is not None and (own.shape != ids.shape or not bool((own == 1).all())):
+        raise NotOurs("a mask hides tokens of the decoder")
+    states, shape = states_of(given.get("encoder_outputs")), decoder.source
+    assert shape is not None
+    if (states.shape[0], states.shape[2], states.dtype) != (ids.shape[0], shape.width, shape.dtype):
+        expected = f"[{ids.shape[0]}, places, {shape.width}] in {shape.dtype}"
+        raise NotOurs(f"the encoder's states are {list(states.shape)} in {states.dtype}, not {expected}")
+    mask = given.get("attention_mask") if shape.masked else None
+    if mask is not None and mask.shape != states.shape[:2]:
+        raise NotOurs(f"the attention mask is {tuple(mask.shape)}, and the encoder's states {tuple(states.shape)}")
+    return states.to(device), None if mask is None else mask.to(device)
 
 
 def _fed(ids: Tensor, mask: Tensor | None, config: Any, held: int) -> int:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 import zoo
 from dsi.compiler.observe import collecting
 from dsi.engine.generation import Generator
-from generating import REFERENCE, VOCABULARY, eager, eager_calls, left_padded, prompt, small_llama
+from generating import REFERENCE, eager, eager_calls, left_padded, prompt, small_llama
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.t5.modeling_t5 import T5Block
-from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
 
 from bench import models
 
@@ -163,37 +160,6 @@ class TestTransformersLoops:
             torch.testing.assert_close(torch.stack(ours.scores), torch.stack(theirs.scores), rtol=1e-4, atol=1e-4)
             ours, theirs = ours.sequences, theirs.sequences
         assert torch.equal(ours, theirs)
-
-
-def test_t5_through_transformers_loop():
-    """The encoder is compiled, too; beams reorder both caches."""
-    sizes = dict(vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4)
-    torch.manual_seed(0)
-    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
-    model = zoo.hot(transformers.T5ForConditionalGeneration(config).eval())
-    model.tie_weights()
-    generator = Generator(model, max_out_tokens=32, options=REFERENCE)
-    for how in (dict(), dict(num_beams=3)):
-        with eager_calls(T5Block) as seen:
-            ours = generator.generate(prompt(1, 7), max_new_tokens=6, **how)
-        assert seen == [] and torch.equal(ours, model.generate(prompt(1, 7), max_new_tokens=6, **how))
-    with pytest.raises(ValueError, match="a prompt of 1 tokens and 40 new ones are 41 tokens"):
-        generator.generate(prompt(1, 7), max_new_tokens=40)
-
-
-def test_whisper_through_its_own_generate():
-    sizes = dict(d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4)
-    more = dict(encoder_ffn_dim=96, decoder_ffn_dim=96, num_mel_bins=16, max_source_positions=20, max_target_positions=40)
-    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3, suppress_tokens=None)
-    torch.manual_seed(0)
-    config = transformers.WhisperConfig(vocab_size=VOCABULARY, **sizes, **more, **tokens, begin_suppress_tokens=None)
-    model = zoo.hot(transformers.WhisperForConditionalGeneration(config).eval())
-    generator = Generator(model, max_out_tokens=40, options=REFERENCE)
-    sound = torch.randn(1, 16, 40, generator=torch.Generator().manual_seed(0))
-    with eager_calls(WhisperEncoderLayer) as encoded, eager_calls(WhisperDecoderLayer) as decoded:
-        ours = generator.generate(input_features=sound, max_new_tokens=5)
-    assert encoded == decoded == []
-    assert torch.equal(ours, model.generate(input_features=sound, max_new_tokens=5))
 
 
 def test_through_generated_code():

@@ -6,48 +6,13 @@ import pytest
 import torch
 from dsi.engine.generation import Generator
 from dsi.engine.generation.steps import PROMPT_RUNS, Steps
-from generating import REFERENCE, eager, prompt, small_llama
+from generating import REFERENCE, Late, Stand, eager, prompt, small_llama
 
 import dsi
 
 pytestmark = pytest.mark.one_engine
 
 NEW = 8
-
-
-class Stand:
-    """Records a step by remembering it; a launch runs it. Nothing is executed while recording."""
-
-    def __init__(self):
-        self.recorded, self.allowed, self.error = 0, True, None
-
-    def place(self):
-        return 0
-
-    def may_record(self):
-        return self.allowed
-
-    def record(self, run, place):
-        if self.error:
-            raise self.error
-        self.recorded += 1
-        return run, run
-
-
-class Late:
-    """Gives a step's tokens when `lag` more steps have been queued, and no earlier."""
-
-    lag = 2
-
-    def begin(self, board):
-        self.board, self.queued = board, -1
-
-    def queue(self, step):
-        self.queued = step
-
-    def read(self, step):
-        assert step <= self.queued
-        return self.board[step].clone().numpy()
 
 
 @pytest.fixture(scope="module")
