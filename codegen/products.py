@@ -278,7 +278,7 @@ class Products:
                 code = f"tl.where({printer.tile.masks[k_axis]}, {text.code}, 0.0){rounded}"
         gemv = self.schedule == "gemv"
         axes = text.axes if gemv else frozenset((0, 1))
-        if not gemv and text.axes != axes:
+        if not gemv and (text.axes != axes or sympy.sympify(plan.rows) == 1):  # what is read of a single row has one, whatever is said
             code = f"tl.broadcast_to({code}, [BLOCK_M, BLOCK_K])"
         if self.linear.deferred is not None:
             self.square(printer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,15 @@ def test_no_step_waits_for_a_norms_weight(choice):
     assert used["STACK"] == used["LOCAL"] == 0
     loop = ptx.busiest(texts["ptx"])
     assert loop.again and min(loop.loads) >= 4  # bytes, of which there are asynchronous copies
+
+
+@pytest.mark.parametrize("schedule", ["skinny", "tiled"])
+def test_one_row_of_a_norm_meets_the_matrix_units(schedule):
+    """Whose statistics are of one row, where a block has 16."""
+    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 48, bias=False)).half().eval()
+    (region,) = dsi.explain(model, torch.randn(1, 64).half()).regions
+    (kernel,) = generate(region.spec, Choice(schedule, None, 16, 32, 32, 64, 4, 2))
+    assert resources(SimpleNamespace(spec=region.spec), kernel, 90)["STACK"] == 0
 
 
 class Looked(nn.Module):
