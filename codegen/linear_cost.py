@@ -151,7 +151,7 @@ class LinearWork:
 
     def peel(self, choice: Choice) -> str:
         """When a choice's first step is multiplied, where it is peeled (deferred.peeled)."""
-        return peel_of(sympy.Integer(self.inner), choice) if self.constant else ""
+        return peel_of(sympy.Integer(self.inner), choice) if self.constant and choice.peel else ""
 
     def tile_bytes(self, choice: Choice) -> int:
         """Bytes of the weights' and the rows' tiles of one step, as a program reads them."""
