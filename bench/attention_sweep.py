@@ -139,7 +139,8 @@ def keep(tried: Sequence[Tried], name: str, file: Path) -> None:
             fields = {f.name: getattr(best, f.name) for f in dataclasses.fields(best) if getattr(best, f.name) != f.default}
             fields.pop("max_rows")
             entries.append(attention_defaults.entry(alike[0].problem.spec, fields, round(sums[best] / len(alike), 2)))
-    attention_defaults.write(file, name, [entry for entry in entries if entry is not None])
+    if entries:
+        attention_defaults.write(file, name, [entry for entry in entries if entry is not None])
 
 
 def measure(tried: Tried, best: int, name: str, report: Report) -> None:

@@ -58,8 +58,11 @@ def parts_in_sight(kernel: AttentionTiles, part: str, sight: str) -> Parts:
     body.line(f"{live} = {sight}")
     body.line(f"{live} = tl.where({live} == 0, 1, {live})")
     body.line(f"{own} = 1 << {part}")
-    bit = lambda other: f"({live} & {1 << int(other) if other.isdigit() else f'(1 << {other})'}) != 0"  # noqa: E731
-    return Parts(part, own, live, str(kernel.choice.split), bit, f"({live} & {own}) != 0")
+
+    def there(other: str) -> str:
+        return f"({live} & {1 << int(other) if other.isdigit() else f'(1 << {other})'}) != 0"
+
+    return Parts(part, own, live, str(kernel.choice.split), there, f"({live} & {own}) != 0")
 
 
 def parts_dealt(kernel: AttentionTiles, part: str, start: str, seen: Seen) -> Parts:
