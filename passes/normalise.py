@@ -23,6 +23,7 @@ from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.permuted_scores import PermutedScores
 from dsi.patterns.rules.scaled_queries import ScaledQueries
 from dsi.patterns.rules.scaled_terms import ScaledTerms
+from dsi.patterns.rules.shifted_softmax import ShiftedSoftmax
 from dsi.patterns.rules.softmax_cast import SoftmaxCast
 from dsi.patterns.rules.softmax_spelled import SoftmaxSpelled
 from dsi.patterns.rules.softmax_view import SoftmaxView
@@ -30,12 +31,14 @@ from dsi.patterns.rules.split_spelling import SplitSpelling
 from dsi.patterns.rules.squared_length import SquaredLength
 from dsi.patterns.rules.squeezed_permute import SqueezedPermute
 from dsi.patterns.rules.std_spelling import StdSpelling
+from dsi.patterns.rules.subtracted_term import SubtractedTerm
 from dsi.patterns.rules.sum_of_mean import SumOfMean
 from dsi.patterns.rules.transpose_spelling import TransposeSpelling
 from dsi.patterns.rules.unsqueezed_view import UnsqueezedView
 from dsi.patterns.rules.var_mean_parts import VarMeanParts
 from dsi.patterns.rules.view_chain import ViewChain
 from dsi.patterns.rules.view_spelling import ViewSpelling
+from dsi.patterns.rules.viewed_product import ViewedProduct
 from torch import fx
 
 from .complexes import in_reals
@@ -73,6 +76,9 @@ RULES: tuple[type[Rule], ...] = (
     ScaledTerms,
     LowestBound,
     StdSpelling,
+    ShiftedSoftmax,
+    SubtractedTerm,
+    ViewedProduct,
 )
 
 

@@ -169,6 +169,10 @@ class Matcher:
                 said = f"argument {p.name} of {_show(node)} is {_show(named[p.name])}, of which the pattern says nothing"
                 self._fail(state, said.__str__)
                 return
+        if pattern.op.name == "div" and equal_literals(named["other"], 0):
+            # A rule computes with the numbers that it takes, and this one makes infinities.
+            self._fail(state, lambda: f"{_show(node)} divides by 0")
+            return
         if pattern.op.commutative:
             # A call on a literal and a tensor has one spelling only, but a pattern may have been written either way.
             first, second, *rest = names

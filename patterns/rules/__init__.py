@@ -38,6 +38,7 @@ from .rope import Rope
 from .rope_parts import RopeParts
 from .scaled_queries import ScaledQueries
 from .scaled_terms import ScaledTerms
+from .shifted_softmax import ShiftedSoftmax
 from .silu import Silu
 from .softmax_cast import SoftmaxCast
 from .softmax_spelled import SoftmaxSpelled
@@ -46,6 +47,7 @@ from .split_spelling import SplitSpelling
 from .squared_length import SquaredLength
 from .squeezed_permute import SqueezedPermute
 from .std_spelling import StdSpelling
+from .subtracted_term import SubtractedTerm
 from .sum_of_mean import SumOfMean
 from .tanh import Tanh
 from .transpose_spelling import TransposeSpelling
@@ -53,6 +55,7 @@ from .unsqueezed_view import UnsqueezedView
 from .var_mean_parts import VarMeanParts
 from .view_chain import ViewChain
 from .view_spelling import ViewSpelling
+from .viewed_product import ViewedProduct
 
 RULES: tuple[type[Rule], ...] = (
     Attention,
@@ -93,6 +96,7 @@ RULES: tuple[type[Rule], ...] = (
     RopeParts,
     ScaledQueries,
     ScaledTerms,
+    ShiftedSoftmax,
     Silu,
     SoftmaxCast,
     SoftmaxSpelled,
@@ -101,6 +105,7 @@ RULES: tuple[type[Rule], ...] = (
     SquaredLength,
     SqueezedPermute,
     StdSpelling,
+    SubtractedTerm,
     SumOfMean,
     Tanh,
     TransposeSpelling,
@@ -108,4 +113,5 @@ RULES: tuple[type[Rule], ...] = (
     VarMeanParts,
     ViewChain,
     ViewSpelling,
+    ViewedProduct,
 )

@@ -40,6 +40,7 @@ class Attention(Rule):
         v,
         mask,
         position,
+        third,
         keep,
         alibi,
         sinks,
@@ -62,7 +63,11 @@ class Attention(Rule):
     ):
         scaled_q = op.either("q scale", mul=lambda: q * q_scale, div=lambda: q / q_scale, none=lambda: q)
         wide_q = op.maybe_cast(scaled_q, torch.float32, tag="q wide")
-        rows = op.view(op.maybe_contiguous(wide_q, tag="q copy"), flat_q).named("rows")
+
+        def matrices(name, x, sizes):
+            return op.either(name, viewed=lambda: op.view(x, sizes), plain=lambda: x)
+
+        rows = matrices("rows", op.maybe_contiguous(wide_q, tag="q copy"), flat_q).named("rows")
 
         def columns(k):
             return op.either(
@@ -70,6 +75,8 @@ class Attention(Rule):
                 permuted=lambda: op.view(op.maybe_contiguous(op.permute(k, [0, 1, 3, 2])), flat_k),
                 flattened=lambda: op.permute(op.view(op.maybe_contiguous(k), flat_k), [0, 2, 1]),
                 transposed=lambda: op.view(op.maybe_contiguous(k), flat_k),
+                rows=lambda: op.permute(k, [0, 2, 1]),
+                columns=lambda: k,
             )
 
         keys = columns(op.maybe_cast(k, torch.float32, tag="k wide")).named("columns")
@@ -87,7 +94,11 @@ class Attention(Rule):
         placed = op.either("placed", **filled(op, (scores + position).named("biased first"), keep, fill))
         chosen = op.either("choice", **filled(op, scores, keep, fill), biased=lambda: placed, none=lambda: scores)
         masked = op.either(
-            "mask", added=lambda: chosen + mask, twice=lambda: (chosen + position).named("biased") + mask, none=lambda: chosen
+            "mask",
+            added=lambda: chosen + mask,
+            twice=lambda: (chosen + position).named("biased") + mask,
+            thrice=lambda: ((chosen + position).named("biased") + third).named("biased twice") + mask,
+            none=lambda: chosen,
         )
         wide = op.maybe_cast(masked, torch.float32, tag="wide")
 
@@ -103,11 +114,15 @@ class Attention(Rule):
             )
             return op.slice(op.softmax(shifted, -1), -1, 0, last).named("kept")
 
-        softmax = op.either("sinks", none=lambda: op.softmax(wide, -1), appended=with_sinks)
+        def zeroed():
+            plain = op.softmax(wide, -1)
+            return op.either("zeroed", none=lambda: plain, **filled(op, plain, keep, 0.0))
+
+        softmax = op.either("sinks", none=zeroed, appended=with_sinks)
         weights = op.maybe_cast(softmax, narrow, tag="narrow")
         flat_weights = op.view(op.maybe_contiguous(weights), flat_p).named("flat_weights")
-        values = op.view(op.maybe_contiguous(v, tag="v copy"), flat_v).named("flat_values")
-        return op.view(op.bmm(flat_weights, values).named("flat_result"), restored)
+        values = matrices("values", op.maybe_contiguous(v, tag="v copy"), flat_v).named("flat_values")
+        return matrices("result", op.bmm(flat_weights, values).named("flat_result"), restored)
 
     def check(self, m):
         m.require(m.rank("scores") == 4, f"the scores have {m.rank('scores')} dimensions, not 4")
@@ -116,12 +131,13 @@ class Attention(Rule):
         k = (b, h, d, length) if m.tag("keys") == "transposed" else (b, h, length, d)
         # What is viewed without a copy can be viewed as [B, H, *, *] too, and so can what differs in dimensions of one entry only.
         free = {
-            "q": m.tag("q copy") == "plain" and m.tag("q scale") == "none" and m.cast("q wide") is None,
-            "v": m.tag("v copy") == "plain",
+            "q": m.tag("rows") == "plain" or (m.tag("q copy") == "plain" and m.tag("q scale") == "none" and m.cast("q wide") is None),
+            "k": m.tag("keys") in ("rows", "columns"),
+            "v": m.tag("values") == "plain" or m.tag("v copy") == "plain",
         }
         for name, shape in {"q": (b, h, s, d), "k": k, "v": (b, h, length, dv)}.items():
             m.require(
-                free.get(name) or m.same(without_ones(m, m.shape(name)), without_ones(m, shape)),
+                free[name] or m.same(without_ones(m, m.shape(name)), without_ones(m, shape)),
                 f"{name} is {list(m.shape(name))} where the scores are {[b, h, s, length]}",
             )
         matrices = {
@@ -152,7 +168,7 @@ class Attention(Rule):
 
     def _check_masks(self, m):
         scores = m.shape("scores")
-        for name in ("mask", "position"):
+        for name in ("mask", "position", "third"):
             if not m.present(name):
                 continue
             m.require(m.dtype(name).is_floating_point, f"the {name} that is added is {m.dtype(name)}")
@@ -163,7 +179,11 @@ class Attention(Rule):
                 not (m.present("keep") and m.present("mask")) and not m.present("alibi"), "more than two terms are added to the scores"
             )
         if m.present("keep"):
+            m.require((m.tag("choice"), m.tag("placed")) != ("none", None), "weights are dropped whose scores are not hidden")
             check_choice(m, "scores")
+        if m.tag("zeroed") not in (None, "none"):
+            m.require(m.tag("zeroed") in (m.tag("choice"), m.tag("placed")), "other weights are dropped than those whose scores are hidden")
+            m.require(not m.present("mask"), "weights are dropped after another mask")
         if m.present("alibi"):
             m.require(not m.present("keep"), "there is a bias and a choice")
             m.require(m.beta == 1, f"the bias counts {m.beta} times")
@@ -175,14 +195,15 @@ class Attention(Rule):
     def rewrite(self, dsi, m):
         b, h, t, length = m.shape("scores")
         d, dv = m.shape("rows")[2], m.shape("flat_values")[2]
-        q = self._by_heads(dsi, m, m.q, (b, h, t, d), m.flat_q[1:])
-        v = self._by_heads(dsi, m, m.v, (b, h, length, dv), m.flat_v[1:])
-        if m.tag("keys") == "flattened":
-            k = self._by_heads(dsi, m, m.k, (b, h, length, d), m.flat_k[1:])
-        elif m.tag("keys") == "transposed":
-            k = dsi.aten.permute(self._by_heads(dsi, m, m.k, (b, h, d, length), m.flat_k[1:]), [0, 1, 3, 2])
+        q = self._by_heads(dsi, m, m.q, (b, h, t, d), matrix_of(dsi, m.q, m.flat_q))
+        v = self._by_heads(dsi, m, m.v, (b, h, length, dv), matrix_of(dsi, m.v, m.flat_v))
+        sizes = matrix_of(dsi, m.k, m.flat_k)
+        if m.tag("keys") in ("flattened", "rows"):
+            k = self._by_heads(dsi, m, m.k, (b, h, length, d), sizes)
+        elif m.tag("keys") in ("transposed", "columns"):
+            k = dsi.aten.permute(self._by_heads(dsi, m, m.k, (b, h, d, length), sizes), [0, 1, 3, 2])
         else:
-            k = self._by_heads(dsi, m, m.k, (b, h, length, d), [m.flat_k[2], m.flat_k[1]])
+            k = self._by_heads(dsi, m, m.k, (b, h, length, d), sizes[::-1])
         scale = folded_scale(m)
         if m.present("alpha"):
             scale *= m.alpha
@@ -192,8 +213,15 @@ class Attention(Rule):
         if m.present("alibi"):
             bias = dsi.aten.view(m.alibi, [m.sizes[0], m.sizes[1], dsi.size(m.alibi, 1), -1])
         elif m.present("keep"):
-            bias = chosen_bias(dsi, m, inverted="where" not in (m.tag("choice"), m.tag("placed")))
+            where = "where" in (m.tag("choice"), m.tag("placed"))
+            bias = chosen_bias(dsi, m, inverted=not where, nothing=m.tag("zeroed") not in (None, "none"))
+        elif m.present("third"):
+            terms = (m.position, m.third)
+            half = any(dsi.value(x).dtype in (torch.float16, torch.bfloat16) for x in terms)
+            bias = dsi.aten.add(*(dsi.aten.cast(x, torch.float32) if half else x for x in terms))
         result = dsi.attention(q, k, v, mask, bias, m.sinks, scale=float(scale), softcap=float(m.cap or 0.0))
+        if m.tag("result") == "plain":
+            return dsi.aten.view(result, [*m.flat_p[:2], matrix_of(dsi, m.v, m.flat_v)[1]])
         return result if m.same(m.output().shape, (b, h, t, dv)) else dsi.aten.view(result, m.restored)
 
     def _by_heads(self, dsi, m, x, shape, matrix):
@@ -203,12 +231,20 @@ class Attention(Rule):
     def sample(self, s):
         b, h, t, length, d, dv = s.size("B"), s.size("H"), s.size("T"), s.size("L"), s.size("D"), s.size("V")
         keys = s.chosen("keys")
+        k = {
+            "transposed": s.pick(([b, h, d, length], [b, h, 1, d, length])),
+            "rows": [b * h, length, d],
+            "columns": [b * h, d, length],
+        }
         return {
             **s.defaults(),
             "narrow": s.dtype,
-            "q": s.tensor_of(s.pick(([b, h, t, d], [b, h, t, 1, d]))),
-            "k": s.tensor_of(s.pick(([b, h, d, length], [b, h, 1, d, length])) if keys == "transposed" else [b, h, length, d]),
-            "v": s.tensor_of(s.pick(([b, h, length, dv], [b * h, length, 1, dv]))),
+            "q": s.tensor_of([b * h, t, d] if s.chosen("rows") == "plain" else s.pick(([b, h, t, d], [b, h, t, 1, d]))),
+            "k": s.tensor_of(k.get(keys, [b, h, length, d])),
+            "v": s.tensor_of(
+                [b * h, length, dv] if s.chosen("values") == "plain" else s.pick(([b, h, length, dv], [b * h, length, 1, dv]))
+            ),
+            "third": s.tensor_of(s.pick(([b, 1, t, length], [1, h, t, 1]))),
             "mask": s.tensor_of(s.pick(([b, 1, t, length], [length], [1, h, 1, length]))),
             "position": s.tensor_of(s.pick(([1, h, t, length], [b, h, t, length], [h, 1, length]))),
             "keep": s.mask_of(
@@ -271,10 +307,15 @@ def check_choice(m, name):
     m.require(m.fill >= _LOWEST or m.fill == -math.inf, f"a score is replaced by {m.fill}, which fp32 has not")
 
 
-def chosen_bias(dsi, m, inverted):
-    """What is added to the scores in place of a choice; `inverted`: `keep` says where `fill` is."""
-    hidden = m.fill if m.fill == -math.inf or m.present("mask") else _LOWEST
+def chosen_bias(dsi, m, inverted, nothing=False):
+    """What is added to the scores in place of a choice; `inverted`: `keep` says where `fill` is; `nothing`: a row that sees no key is 0."""
+    hidden = -math.inf if nothing else m.fill if m.fill == -math.inf or m.present("mask") else _LOWEST
     return dsi.call(torch.ops.aten.where.Scalar, m.keep, *((hidden, 0.0) if inverted else (0.0, hidden)))
+
+
+def matrix_of(dsi, x, flat):
+    """The last two sizes of matrices [B·H, *, *] that x is viewed as, or is."""
+    return list(flat[1:]) if flat is not None else dsi.sizes(x)[1:]
 
 
 def without_ones(m, shape):

@@ -1,6 +1,6 @@
 """softmax((x + term) * c), with a number c   ->   softmax(x * c + term * c)
 
-A choice between x and a number likewise, and x * a becomes x * (a · c). In between may stand another term or choice that is not scaled. So
+A choice between x and a number likewise, x * a becomes x * (a · c), and x + 0, scaled or not, is x. In between may stand terms or a choice that are not scaled. So
 that attention finds its scores scaled once, and before anything is added to them. Seen in: relative positions as Transformer-XL has them
 (XLNet, Conformers); softmax scales that hold log2(e).
 """
@@ -19,19 +19,21 @@ class ScaledTerms(Rule):
     dtypes = {"keep": torch.bool, "inner_keep": torch.bool}
     stage = "normalise"
 
-    def pattern(self, op, x, inner, inner_keep, inner_fill, a, c, term, keep, fill, wide, dim):
+    def pattern(self, op, x, inner, inner_keep, inner_fill, a, c, term, second, keep, fill, wide, dim):
         summed = op.either(
             "inner",
             added=lambda: x + inner,
             masked_fill=lambda: op.masked_fill(x, inner_keep, inner_fill),
             mul=lambda: op.mul(x, a),
             div=lambda: op.div(x, a),
+            zero=lambda: op.add(x, 0),
         )
-        scaled = op.either("factor", mul=lambda: op.mul(summed, c), div=lambda: op.div(summed, c))
+        scaled = op.either("factor", mul=lambda: op.mul(summed, c), div=lambda: op.div(summed, c), none=lambda: summed)
         scores = op.either(
             "outer",
             none=lambda: scaled,
             added=lambda: scaled + term,
+            twice=lambda: (scaled + term) + second,
             masked_fill=lambda: op.masked_fill(scaled, keep, fill),
             where=lambda: op.where(keep, scaled, fill),
         ).named("scores")
@@ -43,20 +45,21 @@ class ScaledTerms(Rule):
         m.require(m.is_int("dim"), "the dimension is computed in the graph")
         for name in ("a", "c", "fill", "inner_fill"):
             m.require(not m.present(name) or m.is_number(name), f"{name} is {getattr(m, name)}, not a number")
-        m.require(m.c > 0 and math.isfinite(m.c), f"the factor is {m.c}")
+        m.require(m.tag("factor") != "none" or m.tag("inner") == "zero", "there is no factor")
+        m.require(not m.present("c") or (m.c > 0 and math.isfinite(m.c)), f"the factor is {m.c}")
         m.require(not m.present("fill") or holds(x, m.fill), f"{x} does not hold {m.fill}")
         if m.tag("inner") == "added":
             m.require(m.dtype("inner") == x, f"x is {x}, the term {m.dtype('inner')}")
             m.require(m.broadcasts(m.shape("inner"), m.shape("x")), f"a term {list(m.shape('inner'))} of {list(m.shape('x'))}")
         elif m.tag("inner") == "masked_fill":
             m.require(holds(x, scaled(m, m.inner_fill)), f"{x} does not hold {scaled(m, m.inner_fill)}")
-        else:
+        elif m.tag("inner") != "zero":
             m.require(x in _WIDE, f"a product of {x} is rounded before it is multiplied again")
             m.require(m.a > 0 and 1e-30 < factor(m) < 1e30, f"there is no one factor for {m.a} and {m.c}")
 
     def rewrite(self, dsi, m):
         def times(value):
-            return getattr(dsi.aten, m.tag("factor"))(value, m.c)
+            return value if m.tag("factor") == "none" else getattr(dsi.aten, m.tag("factor"))(value, m.c)
 
         if m.tag("inner") == "added":
             # Terms of half precision may cancel each other: what is rounded of each before must not be left over.
@@ -64,10 +67,13 @@ class ScaledTerms(Rule):
             scores = dsi.aten.add(*(times(value) for value in values))
         elif m.tag("inner") == "masked_fill":
             scores = dsi.aten.masked_fill(times(m.x), m.inner_keep, scaled(m, m.inner_fill))
+        elif m.tag("inner") == "zero":
+            scores = times(m.x)
         else:
             scores = dsi.aten.mul(m.x, factor(m))
-        if m.tag("outer") == "added":
+        if m.tag("outer") in ("added", "twice"):
             scores = dsi.aten.add(scores, m.term)
+            scores = dsi.aten.add(scores, m.second) if m.tag("outer") == "twice" else scores
         elif m.tag("outer") != "none":
             hidden = dsi.call(torch.ops.aten.logical_not.default, m.keep) if m.tag("outer") == "where" else m.keep
             scores = dsi.aten.masked_fill(scores, hidden, m.fill)
@@ -82,7 +88,7 @@ class ScaledTerms(Rule):
             **s.defaults(),
             "x": x,
             "inner": s.pick((s.tensor_of(shape), s.tensor_of(shape[1:]), -1.01 * x, -1.01 * x)),
-            "term": s.tensor_of(s.pick((shape, shape[1:]))),
+            **{name: s.tensor_of(s.pick((shape, shape[1:]))) for name in ("term", "second")},
             "keep": s.mask_of(shape, invert=s.chosen("outer") != "where"),
             "inner_keep": s.mask_of(shape[1:], invert=True),
             "wide": torch.float32,

@@ -192,6 +192,93 @@ def test_scores_that_are_at_least_the_lowest_number(bound):
     assert stages(lambda q, k, v, m: torch.clamp(q @ k.mT * 0.5 + m, min=-5.0).softmax(-1) @ v, Q, K, V, MASK)[0] is None
 
 
+def test_a_third_term():
+    """As XLNet and Funnel have it; a fourth is one too many."""
+    terms = (randn(1, H, S, L), randn(B, 1, 1, L), MASK)
+    node, _ = stages(lambda q, k, v, a, b, c: (q @ k.mT * 0.5 + a + b + c).softmax(-1) @ v, Q, K, V, *terms)
+    assert argument(node, "mask").op == "placeholder" and argument(node, "bias").target == torch.ops.aten.add.Tensor
+    four = lambda q, k, v, a, b, c, d: (q @ k.mT * 0.5 + a + b + c + d).softmax(-1) @ v  # noqa: E731
+    assert stages(four, Q, K, V, *terms, randn(L))[0] is None
+    half = [t.to(BF) for t in (Q, K, V, *terms[:2], MASK.clamp(min=-1e38))]
+    assert stages(lambda q, k, v, a, b, c: (q @ k.mT + a + b + c).softmax(-1, dtype=torch.float32).to(BF) @ v, *half)[0] is not None
+
+
+def test_terms_that_are_subtracted_and_scaled():
+    def xlnet(q, k, v, positions, hidden):
+        return ((q @ k.mT + positions + 0) * 0.25 - 1e30 * hidden).softmax(-1) @ v
+
+    node, _ = stages(xlnet, Q, K, V, randn(B, H, S, L), (randn(B, 1, S, L) > 1).float())
+    assert node.kwargs["scale"] == 0.25 and argument(node, "bias") is not None and argument(node, "mask") is not None
+    assert stages(lambda q, k, v, m: (m - q @ k.mT).softmax(-1) @ v, Q, K, V, MASK)[0] is None, "the scores are subtracted"
+
+
+def test_scores_less_their_greatest():
+    for shift in (lambda s: s.amax(-1, keepdim=True), lambda s: s.max(-1, keepdim=True).values, lambda s: s[..., :1]):
+        node, _ = stages(lambda q, k, v, shift=shift: (lambda s: (s - shift(s)).softmax(-1) @ v)(q @ k.mT * 0.5), Q, K, V)
+        assert node.kwargs["scale"] == 0.5
+    node, _ = stages(lambda q, k, v: (lambda s: (s - s.amax(-2, keepdim=True)).softmax(-1) @ v)(q @ k.mT), Q, K, V)
+    assert node is None, "less the greatest of the queries"
+
+
+@pytest.mark.parametrize("fill", [float("-inf"), MIN, -1e9])
+def test_weights_that_are_dropped_where_scores_were_hidden(fill):
+    """A row that sees no key is 0."""
+
+    def conformer(q, k, v, m):
+        return (q @ k.mT).masked_fill(m, fill).softmax(-1).masked_fill(m, 0.0) @ v
+
+    for keep in (KEEP, torch.zeros_like(KEEP)):
+        if fill != float("-inf") or bool(keep.any()):
+            assert argument(stages(conformer, Q, K, V, ~keep)[0], "bias") is not None
+    where = lambda q, k, v, m: torch.where(m, torch.where(m, q @ k.mT, fill).softmax(-1), 0.0) @ v  # noqa: E731
+    assert stages(where, Q, K, V, KEEP)[0] is not None
+
+
+DROPPED = {
+    "by another mask": lambda q, k, v, m: (q @ k.mT).masked_fill(m, MIN).softmax(-1).masked_fill(m[..., :1], 0.0) @ v,
+    "without hidden scores": lambda q, k, v, m: (q @ k.mT).softmax(-1).masked_fill(m, 0.0) @ v,
+    "the other ones": lambda q, k, v, m: torch.where(m, (q @ k.mT).masked_fill(m, MIN).softmax(-1), 0.0) @ v,
+    "for a number": lambda q, k, v, m: (q @ k.mT).masked_fill(m, MIN).softmax(-1).masked_fill(m, 0.5) @ v,
+    "after another mask": lambda q, k, v, m: ((q @ k.mT).masked_fill(m, MIN) + v[0, 0, :, 0]).softmax(-1).masked_fill(m, 0.0) @ v,
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_weights_that_are_dropped_otherwise(name):
+    assert stages(DROPPED[name], Q, K, V, ~KEEP)[0] is None
+
+
+def test_batch_and_heads_in_one_for_the_products_alone():
+    """As fairseq's models do: positions lead, and heads are told apart for the mask only."""
+
+    def attend(q, k, v, m, scale=None):
+        q, k, v = (t.reshape(t.shape[0], B * H, t.shape[3]).transpose(0, 1) for t in (q, k, v))
+        scores = torch.bmm(q, k.transpose(1, 2))
+        scores = scores if scale is None else scores * scale
+        weights = (scores.view(B, H, S, L) + m).view(B * H, S, L).softmax(-1)
+        return torch.bmm(weights, v).transpose(0, 1).reshape(S, B, H * DV)
+
+    args = (*(t.permute(2, 0, 1, 3).contiguous() for t in (Q, K, V)), MASK)
+    node, _ = stages(attend, *args)
+    assert [tuple(a.meta["val"].shape) for a in node.args[:3]] == [(B, H, S, D), (B, H, L, D), (B, H, L, DV)]
+    node, _ = stages(lambda *args: attend(*args, scale=0.3), *args)
+    assert node.kwargs["scale"] == 0.3
+
+
+def test_terms_that_are_added_before_heads_are_told_apart():
+    """As DeBERTa v2 does."""
+
+    def attend(q, k, v, positions, m):
+        q, k, v = (t.reshape(B * H, t.shape[2], t.shape[3]) for t in (q, k, v))
+        scores = torch.bmm(q, k.transpose(1, 2) / 2) + positions
+        weights = scores.view(B, H, S, L).masked_fill(m, MIN).softmax(-1)
+        return torch.bmm(weights.view(B * H, S, L), v).view(B, H, S, DV)
+
+    for shape in ((B * H, S, L), (B * H, 1, L), (1, S, L), (S, L)):
+        node, _ = stages(attend, Q, K, V, randn(*shape), ~KEEP)
+        assert argument(node, "mask") is not None and argument(node, "bias") is not None
+
+
 def weights_of(scores, base=torch.exp, dim=-1, less=True):
     powers = base(scores - scores.amax(dim, keepdim=True) if less else scores)
     return powers / powers.sum(dim, keepdim=True)
@@ -199,7 +286,7 @@ def weights_of(scores, base=torch.exp, dim=-1, less=True):
 
 SOFTMAXES = {
     "exp": (lambda q, k, v: weights_of(q @ k.mT * 0.5) @ v, 0.5),
-    "exp, max": (lambda q, k, v: (lambda e: e / e.sum(-1, True))(torch.exp(q @ k.mT - (q @ k.mT).max(-1, True)[0])) @ v, None),
+    "exp, max": (lambda q, k, v: (lambda e: e / e.sum(-1, True))(torch.exp(q @ k.mT - (q @ k.mT).max(-1, True)[0])) @ v, 1.0),
     "exp of the scores": (lambda q, k, v: weights_of(q @ k.mT * 0.5, less=False) @ v, 0.5),
     "exp2": (lambda q, k, v: weights_of(q @ k.mT * 0.5 * 1.4426950408889634, torch.exp2) @ v, 0.5),
     "exp2 of another scale": (lambda q, k, v: weights_of(q @ k.mT, torch.exp2) @ v, 0.6931471805599453),
@@ -211,7 +298,6 @@ SOFTMAXES = {
 
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmax_spelled_out(name):
-    """ "exp, max" computes the scores twice, so that they are two."""
     fn, scale = SOFTMAXES[name]
     node, _ = stages(fn, Q, K, V)
     assert (node is None) if scale is None else node.kwargs["scale"] == pytest.approx(scale)
