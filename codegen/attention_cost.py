@@ -26,8 +26,8 @@ from .roofline import evaluate, traffic
 # Seconds of a kernel's first and last instructions, and what the way through the matrix units adds to them.
 START, END, MATRIX = 0.4e-6, 0.4e-6, 0.3e-6
 SCAN, SCAN_STEP = 0.6e-6, 0.15e-6  # the scan of a mask: its first step, from the last-level cache to a bound; each further one
-# What programs learn of each other beside their loads; what values cost that are asked for behind keys, from the last-level cache; and three
-# exchanges between warps instead of one. Not measured: a reduction within a program, an access to that cache, and what the barriers take.
+# What programs learn of each other beside their loads; what values cost that are asked for behind keys, from the last-level cache; and
+# three exchanges between warps instead of one. Not measured: a reduction in a program, an access to that cache, and what the barriers take.
 SIGHT, LATE, EXCHANGES = 0.1e-6, 0.2e-6, 0.2e-6
 MEETING, PART = 1.6e-6, 0.04e-6  # programs that share keys: storing a part, counting arrivals, reading the first; each further one
 # The least that one block of keys takes, from scores to sums; and on top of it for each element of keys and values that a thread holds.
@@ -244,6 +244,8 @@ def _decode(work: AttentionWork, choice: Choice, device: Device) -> float:
         once += SIGHT + (LATE if choice.live == "seen" else 0.0)
     if not units and blocks_of(work, choice) == 1:
         once -= (LATE if choice.early else 0.0) + (EXCHANGES if choice.by_warp else 0.0)
+    if choice.overlaps:
+        once -= device.launch - device.dependent  # what was measured starts behind the kernel before it
     if parts > 1:
         once += MEETING + PART * parts
         once += 2 * 4 * programs * min(choice.block_m, work.rows) * (e + 2) / device.cache

@@ -18,7 +18,7 @@ import torch
 from dsi.ir import tile as t
 
 from .attention_meeting import Parts, all_parts, meet, parts_dealt, parts_in_sight
-from .attention_scan import bits_of_parts, greatest, keys_in_sight, least, scan, scannable
+from .attention_scan import bits_of_parts, greatest, keys_in_sight, least, rows_of_mask, scan, scannable
 from .attention_tiles import LEAST_OF_A_PRODUCT, AttentionTiles, Channels
 from .builder import Block, Builder, prefetch, triton_type
 from .kernel import Choice
@@ -90,6 +90,8 @@ class AttentionDecode(AttentionTiles):
         start = f"{self.part} * BLOCK_J + " if self.part else ""
         block.line(f"{j} = {start}tl.arange(0, BLOCK_J)")
         block.line(f"{builder.names.new(f'{j}_in')} = {j} < {self.size(self.keys)}")
+        if choice.hint:
+            self.hinted(block, j)
         asked = 0
         for operand, symbol, size in ((plan.k, t.D, plan.head_size), (plan.v, t.E, plan.value_size)):
             if not isinstance(operand, t.Load) or any(isinstance(coord, t.Expr) for coord in operand.coords):
@@ -108,6 +110,21 @@ class AttentionDecode(AttentionTiles):
                 asked += 1
         if asked:
             body.attach("if PDL:", block)
+
+    def hinted(self, block: Block, j: str) -> None:
+        """Leaves of the keys that are asked for ahead those that a mask which is the same for all rows shows, as it lies in memory. A
+        kernel before this one may be writing it: past the L1 cache, so that the loads behind the wait do not find what is read here."""
+        mask, builder = self.plan.mask, self.builder
+        if not (isinstance(mask, t.Load) and mask.dtype == torch.bool and rows_of_mask(self.plan, self.queries == 1) == ""):
+            return
+        if any(isinstance(coord, t.Expr) for coord in mask.coords):
+            return
+        tile = self.tile("j", names={"j": j}, masked={"j": True})
+        pointer = builder.input(mask.input)
+        address, axes, _ = Printer(builder, block, tile).address(pointer, self.spec.inputs[mask.input], mask.coords, (), ())
+        if axes == frozenset((0,)):
+            block.comment("by the mask of the step before, if need be: nothing is computed from it")
+            block.line(f'{j}_in = tl.load({address}, mask={j}_in, other=0, cache_modifier=".cg")')
 
     # ------------------------------------------------------------------------------------------------------------------- keys
 

@@ -155,7 +155,7 @@ class AttentionTiles:
         names = ("b", "g", "h", "s", "j", "m", "m_in", "j_in", "j0", "top", "total", "scores", "shift", "weights", "decay", "row_block")
         for name in (*names, *(f"{part.name}{suffix}" for part in (*self.d, *self.e) for suffix in ("", "_in"))):
             builder.names.new(name)
-        builder.start(body)
+        builder.start(body, behind_wait=choice.overlaps)
         # Rows first: no other grid dimension may exceed 65535.
         if t.G not in self.fixed:
             body.line("g = tl.program_id(1)")

@@ -119,6 +119,7 @@ class Builder:
         self._in_workspace: dict[int, str] = {}  # inputs that lie in scratch memory, or are read as another dtype: the pointers
         self.reinterpreted: set[int] = set()  # inputs that are read as another dtype
         self.helpers: dict[str, str] = {}
+        self._behind_wait = False  # the next kernel may start behind the wait, not before
         symbols = {name for name, _ in spec.scalars}
         for tensor in (*spec.inputs, *spec.outputs):
             if tensor is not None:
@@ -154,21 +155,25 @@ class Builder:
         self.constants[name] = value
         return name
 
-    def start(self, block: Block) -> None:
-        """Opens the kernel: the next one may take its place on the device from here on, and wait there (see `wait`).
+    def start(self, block: Block, behind_wait: bool = False) -> None:
+        """Opens the kernel: the next one may take its place on the device from here on (or from the wait on), and wait there (see `wait`).
 
         Programmatic dependent launch: a kernel starts while the one before it still runs, reads what that one cannot have written (the
         constants of the specification), and waits for its end before it reads or stores anything else. PDL is a constexpr: off where the
         device or the interpreter has no such launch.
         """
         self.constants["PDL"] = True
-        block.line("if PDL:")
-        block.line("    gdc_launch_dependents()")
+        self._behind_wait = behind_wait
+        if not behind_wait:
+            block.line("if PDL:")
+            block.line("    gdc_launch_dependents()")
 
     def wait(self, block: Block) -> None:
         """Waits for the kernels before this one. Everything after it may read what they wrote."""
         block.line("if PDL:")
         block.line("    gdc_wait()")
+        if self._behind_wait:
+            block.line("    gdc_launch_dependents()")
 
     def workspace(self, hint: str, size: sympy.Expr, dtype: str, zeroed: bool = False) -> str:
         """The pointer of scratch memory that the runtime owns, entered in the signature."""

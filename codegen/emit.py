@@ -81,7 +81,8 @@ def _parts(spec: t.KernelSpec, choice: Choice, entry: str) -> list[_Part | Libra
         return [_Part(*part) if isinstance(part, tuple) else part for part in library.parts(spec, choice, entry)]
     if not apart.is_apart(spec, choice):
         builder, grid = SCHEDULES[choice.schedule](spec, choice)
-        return [_Part(entry, builder, grid, choice.num_warps, choice.num_stages, choice.schedule == "attention_decode")]
+        follows = choice.schedule == "attention_decode" and not choice.overlaps
+        return [_Part(entry, builder, grid, choice.num_warps, choice.num_stages, follows)]
     product, narrowed, given = apart.product_spec(spec, choice)
     rows, rows_grid, warps = apart.write_rows(spec, choice, product, given)
     linear = Linear(product, narrowed, given)
@@ -98,7 +99,7 @@ def _launch(part: _Part, device: Device) -> Launch:
     if "PDL" in constants:
         constants["PDL"] = able = device.capability >= 90
         # Attention over a cache has few programs, through which the kernel behind it would start while the one before it still runs:
-        # that one's own programs then wait for room.
+        # that one's own programs then wait for room. So either attention starts late, or what is behind it does (`Choice.overlaps`).
         if not part.follows:
             options["launch_pdl"] = able
     read = part.builder.reinterpreted

@@ -175,6 +175,30 @@ def test_source(golden):
     golden(FOLDER / "attention_decode_live.txt", generate(spec, choice, H200)[0].source)
 
 
+def test_what_comes_before_the_wait(interpreter):
+    """A kernel that overlaps the one before it lets the next one start behind its wait, and reads nothing before it but the mask, past the
+    L1 cache; what it asks for is what the mask shows."""
+    case = plans.attention(F16, 2, 2, 2, 1, 64, 64, mask=prefix((20, 50), 64))
+    choice = replace(DECODE, block_m=1, split=4, prefetch=128, overlaps=True, hint=True)
+    (kernel,) = generate(case.spec, choice, H200)
+    before, behind = kernel.source.split("gdc_wait()\n", 1)
+    assert "gdc_launch_dependents()" not in before.split("def attention")[1] and "gdc_launch_dependents()" in behind.splitlines()[0]
+    (load,) = (line for line in before.splitlines() if "tl.load" in line)
+    assert load.split(" = ")[0].strip() == "j_ahead_in" and 'cache_modifier=".cg"' in load and before.count("prefetch.global.L2 [$1]") == 2
+    assert kernel.launches[0].options["launch_pdl"] is True
+    (late,) = generate(case.spec, replace(choice, overlaps=False, hint=False), H200)
+    assert "tl.load" not in late.source.split("gdc_wait()\n")[0] and "launch_pdl" not in late.launches[0].options
+    check(case, interpreter, kernel)
+
+
+@pytest.mark.parametrize("mask", [added(prefix((20, 50))), torch.rand(1, 4, 1, KEYS, generator=GENERATOR) < 0.5], ids=["added", "heads"])
+def test_a_mask_that_is_no_hint(mask):
+    """One that is added, or that heads of a group have each their own: all keys are asked for."""
+    spec = plans.attention(F16, BATCH, 4, 2, 1, KEYS, 64, mask=mask).spec
+    hinted, not_hinted = (generate(spec, replace(DECODE, block_m=2, prefetch=128, hint=hint), H200)[0].source for hint in (True, False))
+    assert hinted == not_hinted and "prefetch.global.L2" in hinted
+
+
 @pytest.mark.parametrize("live", LIVE)
 def test_loads_come_before_what_waits_for_them(live):
     """Compiled for the H200, without spills; all loads of keys and values are under way before the barrier that scores are computed
