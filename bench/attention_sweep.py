@@ -33,7 +33,7 @@ from bench.linear_forms import region_of
 from bench.report import Report, Settings, figure
 
 DECODE = "1x12x12x64x512x502,1x25x25x64x1024x1000,1x28x28x152x1024x1000,1x32x8x128x512x502,16x32x8x128x512x502,16x32x8x128x4096x512"
-PAST_CACHE, MOST_COPIES = 2.5, 400  # bytes read by turns, in sizes of the last-level cache; and of what they are
+PAST_CACHE, MOST_COPIES = 2.5, 1500  # bytes read by turns, in sizes of the last-level cache; and of what they are
 LONGEST = 120.0  # seconds that compiling one choice may take
 PREFILL = "1x32x8x128x512,1x32x8x128x2048,1x16x16x64x128"
 
