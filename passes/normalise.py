@@ -33,6 +33,7 @@ from dsi.patterns.rules.squeezed_permute import SqueezedPermute
 from dsi.patterns.rules.std_spelling import StdSpelling
 from dsi.patterns.rules.subtracted_term import SubtractedTerm
 from dsi.patterns.rules.sum_of_mean import SumOfMean
+from dsi.patterns.rules.swapped_contraction import SwappedContraction
 from dsi.patterns.rules.transpose_spelling import TransposeSpelling
 from dsi.patterns.rules.unsqueezed_view import UnsqueezedView
 from dsi.patterns.rules.var_mean_parts import VarMeanParts
@@ -79,6 +80,7 @@ RULES: tuple[type[Rule], ...] = (
     ShiftedSoftmax,
     SubtractedTerm,
     ViewedProduct,
+    SwappedContraction,
 )
 
 

@@ -14,7 +14,7 @@ from dsi.patterns.rules.gelu import Gelu
 from dsi.patterns.rules.kv_write import KvWrite
 from dsi.patterns.rules.layer_norm import LayerNorm
 from dsi.patterns.rules.layer_norm_spelled import LayerNormSpelled
-from dsi.patterns.rules.linear import Linear, LinearBatched, LinearFlattened
+from dsi.patterns.rules.linear import Linear, LinearBatched, LinearFlattened, LinearOfOne
 from dsi.patterns.rules.no_op_copy import NoOpCopy
 from dsi.patterns.rules.no_op_view import NoOpView
 from dsi.patterns.rules.partial_rope import PartialRope
@@ -44,6 +44,7 @@ RULES: tuple[type[Rule], ...] = (
     RmsNormLength,
     LinearFlattened,
     LinearBatched,
+    LinearOfOne,
     Linear,
     Gelu,
     Silu,

@@ -16,7 +16,7 @@ from .kept_dimension import KeptDimension
 from .kv_write import KvWrite
 from .layer_norm import LayerNorm
 from .layer_norm_spelled import LayerNormSpelled
-from .linear import Linear, LinearBatched, LinearFlattened
+from .linear import Linear, LinearBatched, LinearFlattened, LinearOfOne
 from .lowest_bound import LowestBound
 from .moved_scores import MovedScores
 from .moved_units import MovedUnits
@@ -49,6 +49,7 @@ from .squeezed_permute import SqueezedPermute
 from .std_spelling import StdSpelling
 from .subtracted_term import SubtractedTerm
 from .sum_of_mean import SumOfMean
+from .swapped_contraction import SwappedContraction
 from .tanh import Tanh
 from .transpose_spelling import TransposeSpelling
 from .unsqueezed_view import UnsqueezedView
@@ -75,6 +76,7 @@ RULES: tuple[type[Rule], ...] = (
     Linear,
     LinearBatched,
     LinearFlattened,
+    LinearOfOne,
     LowestBound,
     MovedScores,
     MovedUnits,
@@ -107,6 +109,7 @@ RULES: tuple[type[Rule], ...] = (
     StdSpelling,
     SubtractedTerm,
     SumOfMean,
+    SwappedContraction,
     Tanh,
     TransposeSpelling,
     UnsqueezedView,

@@ -99,6 +99,53 @@ class LinearBatched(Rule):
         return {**s.defaults(), "w": s.tensor("K N" if kn else "N K"), "sizes": [s.size("B"), s.size("K"), s.size("N")]}
 
 
+class LinearOfOne(Rule):
+    """The product of a batch of one with a matrix of the same: `torch.einsum` with a weight of heads, [K, H, D] or [H, D, K]."""
+
+    def pattern(self, op, x, w, flat, flat_w, order):
+        rows = op.either("rows", flattened=lambda: op.view(x, flat), plain=lambda: x).named("rows")
+        stored = op.either(
+            "stored",
+            nk=lambda: op.view(op.permute(w, order), flat_w),
+            kn=lambda: op.view(w, flat_w),
+            matrix=lambda: w,
+        ).named("stored")
+        return op.bmm(rows, stored)
+
+    def check(self, m):
+        rows, stored = m.shape("rows"), m.shape("stored")
+        m.require(m.same(rows[0], 1), f"{rows[0]} products of {list(stored[1:])}")
+        m.require(m.dtype("x").is_floating_point and m.dtype("w") == m.dtype("x"), f"x is {m.dtype('x')} and the weight {m.dtype('w')}")
+        m.require(all(isinstance(size, int) for size in stored), "the size of the weight is symbolic")
+        if m.tag("stored") == "nk":
+            last = m.rank("w") - 1
+            m.require(m.rank("w") > 1 and [d % (last + 1) for d in m.order] == [last, *range(last)], f"the weight is permuted by {m.order}")
+            m.require(m.same(m.shape("w")[-1], stored[1]), f"the weight {list(m.shape('w'))} is regrouped to {list(stored[1:])}")
+
+    def rewrite(self, dsi, m):
+        _, k, n = m.shape("stored")
+        w = dsi.aten.view(m.w, [n, k] if m.tag("stored") == "nk" else [k, n])
+        keeps = m.tag("rows") == "flattened" and m.rank("x") > 1 and m.same(m.shape("x")[-1], k)
+        x = m.x if keeps else dsi.aten.view(m.x, [m.flat[1] if m.tag("rows") == "flattened" else dsi.size(m.x, 1), k])
+        return dsi.aten.view(dsi.linear(x, w, None, kn=m.tag("stored") != "nk"), [1, -1, n])
+
+    def sample(self, s):
+        b, t, k, h, d = (s.size(name) for name in "BTKHD")
+        weights = {
+            "nk": s.pick(([h, d, k], [h * d, k], [d, k, h])),
+            "kn": s.pick(([k, h, d], [k, h * d], [h, d, k])),
+            "matrix": [1, k, h * d],
+        }
+        w = weights[s.chosen("stored")]
+        return {
+            "x": s.tensor_of(s.pick(([b, t, k], [b, k, t], [b * t * k])) if s.chosen("rows") == "flattened" else [1, b * t, k]),
+            "w": s.tensor_of(w),
+            "flat": [1, b * t, k],
+            "flat_w": [1, k, h * d],
+            "order": s.pick(([len(w) - 1, *range(len(w) - 1)], [*range(len(w))])),
+        }
+
+
 def check_linear(m, bias):
     """What all three have in common: one floating dtype, and a weight that is a matrix."""
     m.require(m.rank("w") == 2, f"the weight has rank {m.rank('w')}")

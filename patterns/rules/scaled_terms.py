@@ -1,8 +1,8 @@
 """softmax((x + term) * c), with a number c   ->   softmax(x * c + term * c)
 
-A choice between x and a number likewise, x * a becomes x * (a · c), and x + 0, scaled or not, is x. In between may stand terms or a choice that are not scaled. So
-that attention finds its scores scaled once, and before anything is added to them. Seen in: relative positions as Transformer-XL has them
-(XLNet, Conformers); softmax scales that hold log2(e).
+A choice between x and a number likewise, x * a becomes x * (a · c), and x + 0, scaled or not, is x. In between may stand terms or a choice
+that are not scaled. So that attention finds its scores scaled once, and before anything is added to them.
+Seen in: relative positions as Transformer-XL has them (XLNet, Conformers); softmax scales that hold log2(e).
 """
 
 import math

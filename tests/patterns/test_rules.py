@@ -262,6 +262,45 @@ case("not layer norm: other axis", {"layer_norm_spelled": 0}, randn(2, 10, 10), 
 
 
 W2, V2, B7 = randn(7, 10), randn(10, 7), randn(7)
+
+
+PROJECTIONS = {
+    "bld,dhk->blhk": (10, 3, 4),
+    "bld,hkd->blhk": (3, 4, 10),
+    "bld,hkd->bhlk": (3, 4, 10),
+    "bld,dn->bln": (10, 7),
+    "bld,nd->bln": (7, 10),
+    "ldb,ld->bl": None,
+}
+
+
+@pytest.mark.parametrize("batch", [2, 1])
+@pytest.mark.parametrize("equation", PROJECTIONS)
+def test_projections_by_einsum(equation, batch):
+    shape = PROJECTIONS[equation]
+    args = (randn(batch, 3, 10), randn(*shape)) if shape else (randn(3, 10, batch), randn(3, 10))
+    gm, _ = stages(lambda x, w: torch.einsum(equation, x, w), *args)
+    linears = [n for n in gm.graph.nodes if n.target is torch.ops.dsi.linear.default]
+    assert len(linears) == (shape is not None), "the last one sums one dimension of a batch"
+    if shape:
+        assert "clone" not in " ".join(aten_graphs.targets(gm)) or equation == "bld,hkd->bhlk", "no weight is moved"
+
+
+@pytest.mark.parametrize(("equation", "shape"), [("blhk,nhk->bln", (7, 3, 4)), ("blkh,nkh->bln", (7, 3, 4)), ("blhd,hdn->bln", (3, 4, 7))])
+def test_output_projections_by_einsum_sum_in_the_order_of_the_weight(equation, shape):
+    x, w = randn(2, 5, 3, 4), randn(*shape)
+    gm, _ = stages(lambda x, w: torch.einsum(equation, x, w), x, w)
+    (linear,) = [n for n in gm.graph.nodes if n.target is torch.ops.dsi.linear.default]
+    assert linear.args[0].op == "placeholder" or linear.args[0].args[0].op == "placeholder", "nor is x"
+    assert "clone" not in " ".join(aten_graphs.targets(gm))
+
+
+def test_a_product_a_head_is_no_linear():
+    x, w = randn(2, 5, 3, 4), randn(3, 4, 6)
+    gm, context = stages(lambda x, w: torch.einsum("blhd,hde->blhe", x, w), x, w)
+    assert context.report.hits["linear_of_one"] == 0 and "aten.bmm.default" in aten_graphs.targets(gm)
+
+
 case("linear: addmm as Conv1D", {"linear_flattened": 1}, X, V2, B7)(lambda x, w, b: torch.addmm(b, x.view(-1, 10), w).view(2, 3, 7))
 case("linear: mm of a transposed weight", {"linear": 1}, X[0], W2)(lambda x, w: x @ w.T)
 case("linear: mm as stored", {"linear": 1}, X[0], V2)(lambda x, w: x @ w)
