@@ -183,6 +183,7 @@ def test_attention_whose_programs_know_who_has_keys(live, lives, heads, d, dtype
     case = plans.attention(dtype, 2, *heads, 1, 640, d, mask=mask)
     alone = Choice("attention_decode", None, 1 if heads[0] == heads[1] else 16, 128, 1, 1024, 8, 1, 8, live=live)
     check(case, replace(alone, early=True, by_warp=True), tmp_path)
+    check(case, replace(alone, early=True, by_warp=True, overlaps=True, prefetch=2 * d, hint=True), tmp_path)
     check(case, replace(alone, block_n=64, split=4, num_stages=2 if alone.block_m == 16 else 3), tmp_path)
 
 
