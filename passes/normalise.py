@@ -18,6 +18,7 @@ from dsi.patterns.rules.no_op_cast import NoOpCast
 from dsi.patterns.rules.no_op_copy import NoOpCopy
 from dsi.patterns.rules.no_op_dropout import NoOpDropout
 from dsi.patterns.rules.no_op_view import NoOpView
+from dsi.patterns.rules.norm_of_sum import NormOfSum
 from dsi.patterns.rules.outer_product import OuterProduct
 from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.permuted_scores import PermutedScores
@@ -81,6 +82,7 @@ RULES: tuple[type[Rule], ...] = (
     SubtractedTerm,
     ViewedProduct,
     SwappedContraction,
+    NormOfSum,
 )
 
 

@@ -25,6 +25,7 @@ from .no_op_cast import NoOpCast
 from .no_op_copy import NoOpCopy
 from .no_op_dropout import NoOpDropout
 from .no_op_view import NoOpView
+from .norm_of_sum import NormOfSum
 from .outer_product import OuterProduct
 from .partial_rope import PartialRope
 from .permute_chain import PermuteChain
@@ -85,6 +86,7 @@ RULES: tuple[type[Rule], ...] = (
     NoOpCopy,
     NoOpDropout,
     NoOpView,
+    NormOfSum,
     OuterProduct,
     PartialRope,
     PermuteChain,

@@ -126,6 +126,19 @@ case("not rms: length in half", {**NO_LENGTH, "squared_length": 0}, X.to(BF))(
     lambda x: x * torch.rsqrt(x.norm(dim=-1, keepdim=True) ** 2 / 10 + 1e-6)
 )
 case("not rms: length of something else", NO_LENGTH, X, randn(2, 3, 10))(lambda x, y: x / (y.norm(dim=-1, keepdim=True) * 10**-0.5))
+OF_SUM = {"norm_of_sum": 1, "rms_norm": 1}
+case("rms: of a sum", OF_SUM, X, W)(lambda x, w: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 0.3) * w)
+case("rms: of a sum, divided", OF_SUM, X)(lambda x: x / torch.sqrt((x * x).sum(-1, keepdim=True) + 0.3))
+case("rms: of a sum, beside", OF_SUM, X)(lambda x: x / (torch.sqrt((x * x).sum(-1, keepdim=True)) + 0.3))
+case("rms: of a sum, no eps, no keepdim", OF_SUM, X)(lambda x: x / (x * x).sum(-1).sqrt()[..., None])
+case("rms: of a sum, cast", OF_SUM, X.to(BF))(lambda x: (lambda y: y * torch.rsqrt(y.pow(2).sum(-1, True) + 0.3))(x.float()).to(BF))
+NOT_OF_SUM = {"norm_of_sum": 0, "rms_norm": 0}
+case("not rms: of another sum", NOT_OF_SUM, CUBE)(lambda x: x * torch.rsqrt(x.pow(2).sum(1, keepdim=True) + 0.3))
+case("not rms: of a sum of something else", NOT_OF_SUM, X, randn(2, 3, 10))(
+    lambda x, y: x * torch.rsqrt(y.pow(2).sum(-1, keepdim=True) + 0.3)
+)
+case("not rms: of a sum in half", NOT_OF_SUM, X.to(BF))(lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 0.3))
+case("not rms: of a sum of cubes", NOT_OF_SUM, X)(lambda x: x * torch.rsqrt(x.abs().pow(3).sum(-1, keepdim=True) + 0.3))
 case("rms: eps beside the root", {"rms_norm": 1}, X, W)(lambda x, w: w * (x / ((x * x).mean(-1, keepdim=True).sqrt() + 0.3)))
 case("rms: eps beside the root, cast", {"rms_norm": 1}, X.to(BF), W.to(BF))(
     lambda x, w: w * (lambda y: y / (y.pow(2).mean(-1, keepdim=True).sqrt() + 0.3))(x.float()).to(BF)
@@ -136,7 +149,6 @@ case("not rms: offset added in half", {"rms_norm": 1}, X.to(BF), W.to(BF))(lambd
 case("not rms: other axis", {"rms_norm": 0}, randn(2, 10, 10), W)(lambda x, w: rms(x, w, dim=1))
 case("not rms: mean of another tensor", {"rms_norm": 0}, X, X + 1)(lambda x, y: x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
 case("not rms: cube", {"rms_norm": 0}, X.abs())(lambda x: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-6))
-case("not rms: sum", {"rms_norm": 0}, X)(lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6))
 case("not rms: eps is a tensor", {"rms_norm": 0}, X, randn(1).abs())(lambda x, e: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + e))
 case("not rms: alpha", {"rms_norm": 0}, X)(lambda x: x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), 1e-6, alpha=2)))
 case("rms of half without its fp32 weight", {"rms_norm": 1}, X.to(BF), W)(lambda x, w: rms(x.float(), 1.0).to(BF) * w)
