@@ -70,13 +70,13 @@ def test_projection(interpreter, dtype, rows, kn, kind, strided):
     check(plans.projection(dtype, rows, kn=kn, kind=kind, strided=strided), interpreter)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 257])
+@pytest.mark.parametrize("rows", [1, 4, 16, 32, 64, 256, 257])
 def test_each_row_bucket(interpreter, rows):
     """One kernel a bucket of rows; each is right at the most rows that it takes."""
     case = plans.projection(F32, rows, inner=64, columns=33, symbolic=True)
     kernels = generate(case.spec)
-    assert [k.max_rows for k in kernels] == [1, 4, 16, 64, 256, None]
-    assert [k.schedule for k in kernels] == ["gemv", "gemv", "tiled", "tiled", "tiled", "tiled"]
+    assert [k.max_rows for k in kernels] == [1, 4, 16, 32, 64, 256, None]
+    assert [k.schedule for k in kernels] == ["gemv", "gemv", "tiled", "tiled", "tiled", "tiled", "tiled"]
     check(case, interpreter, pick(kernels, rows))
 
 
