@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from dsi.passes.writes import may_write, written_by
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+# What copies into contiguous memory, if it copies.
+_CONTIGUOUS = ("contiguous", "reshape", "flatten", torch.reshape, torch.flatten)
 
 
 class MemoryGuard:
@@ -16,16 +20,22 @@ class MemoryGuard:
     def __init__(self, example_inputs: Sequence[Any]):
         self._offset = any(isinstance(value, Tensor) and _begins_elsewhere(value) for value in example_inputs)
         self._overlapping: set[int] = set()  # memory of which a tensor shows a place several times
+        self._makers: dict[int, fx.Node] = {}  # memory -> the node that made it
 
     def why_not(self, node: fx.Node) -> str | None:
         """Why `node` of Dynamo's graph means something else once it is traced; None where it does not."""
         value = node.meta.get("example_value")
-        if isinstance(value, Tensor) and _shows_a_place_twice(value):
-            self._overlapping.add(_memory(value))
+        if isinstance(value, Tensor):
+            self._makers.setdefault(_memory(value), node)
+            if _shows_a_place_twice(value):
+                self._overlapping.add(_memory(value))
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         name = str(name).split(".")[0]
-        if self._offset and name in ("as_strided", "as_strided_"):
-            return "memory is addressed from its beginning (as_strided), and an input begins elsewhere"
+        if name in ("as_strided", "as_strided_"):
+            if self._offset:
+                return "memory is addressed from its beginning (as_strided), and an input begins elsewhere"
+            if not self._lies_as_known(node.args[0] if node.args else None):
+                return "memory is addressed (as_strided) of a tensor that is only a part of it, or may lie in another order"
         if name.startswith("_foreach_") and name.endswith("_") and node.args and isinstance(node.args[0], list | tuple):
             held = [one.meta.get("example_value") for one in node.args[0] if isinstance(one, fx.Node)]
             places = [_memory(value) for value in held if isinstance(value, Tensor)]
@@ -34,6 +44,20 @@ class MemoryGuard:
         if self._overlapping and node.op in ("call_function", "call_method") and may_write(node) and self._writes_to_overlapping(node):
             return "a tensor is written to that shows a place of its memory several times (expand, unfold)"
         return None
+
+    def _lies_as_known(self, node: Any) -> bool:
+        """Whether a value surely is all of its memory (a part that is computed for itself lies in memory of its own), in the order that its
+        fake says: what torch believes of an operator's result is not always so where arguments are not contiguous."""
+        value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return False
+        size = value.numel() * value.element_size()
+        whole = statically_known_true(value.storage_offset() == 0) and statically_known_true(size == value.untyped_storage().nbytes())
+        maker = self._makers.get(_memory(value), node)
+        if not whole or maker.op == "placeholder":
+            return whole
+        arguments = [one.meta.get("example_value") for one in maker.all_input_nodes]
+        return maker.target in _CONTIGUOUS or all(one.is_contiguous() for one in arguments if isinstance(one, Tensor))
 
     def _writes_to_overlapping(self, node: fx.Node) -> bool:
         values = [one.meta.get("example_value") for one in written_by(node) if isinstance(one, fx.Node)]

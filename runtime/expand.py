@@ -87,8 +87,11 @@ def attention(
     if not fused:
         return _grouped_attention(q, k, v, mask, bias, sinks, scale=scale, causal=causal, window=window, softcap=softcap)
     alone = causal and added is None
+    if added is None and not causal:
+        # Without a mask torch's kernel for CPUs gives 0 for a query of NaN, as if there was nothing wrong; with one it is as fast.
+        added = q.new_zeros(()).expand(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=added, is_causal=alone, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=added, is_causal=alone, scale=scale, enable_gqa=bool(q.shape[1] != k.shape[1])
     ).contiguous()
 
 

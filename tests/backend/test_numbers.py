@@ -35,11 +35,21 @@ def one_number(x):
     return x.sum().flip(0), x[0, 0].flip(-1) * 2, x.sum().flip(0).expand(3)
 
 
+def attention_scaled_by_infinity(q, k):
+    return ((q @ k.mT) / 0.0).softmax(-1) @ k, ((q / 0.0) @ k.mT).softmax(-1) @ k
+
+
+def attention_of_no_numbers(q, k):
+    return (q @ k.mT * 0.3).softmax(-1) @ k
+
+
 CASES: list[tuple[Callable[..., Any], list[Tensor]]] = [
     (times_zero, [SPECIAL]),
     (terms_with_a_factor_of_zero, [torch.full((4,), NAN), seeded(1, 4), seeded(4, 4)]),
     (rounded_between, [seeded(5, 32), seeded(32, 17)]),
     (one_number, [seeded(3, 4)]),
+    (attention_of_no_numbers, [torch.cat([seeded(1, 2, 3, 4), torch.full((1, 2, 1, 4), NAN)], 2), seeded(1, 2, 5, 4)]),
+    (attention_scaled_by_infinity, [seeded(1, 2, 3, 4), seeded(1, 2, 5, 4)]),
 ]
 
 

@@ -131,3 +131,31 @@ def test_writes_around_what_shows_a_place_several_times_are_compiled(dynamic):
         got = torch.compile(function, backend="dsi", dynamic=dynamic, options={"executor": "reference"})(*mine)
     torch.testing.assert_close((got, mine), (function(*theirs), theirs))
     assert not contexts[0].report.notes
+
+
+def part_addressed(x):
+    return (x + 1)[1:].as_strided((2,), (1,), 0)
+
+
+def rolled_and_addressed(x):
+    return x.roll(-1, 0).as_strided((3, 4), (4, 1), 0)
+
+
+def overlapping_chunks(x):
+    y = x.transpose(0, 1).reshape(3, 4)
+    return y.as_strided((5, 4), (2, 1)) + 1
+
+
+@pytest.mark.parametrize(
+    "function, x, aside",
+    [
+        (part_addressed, INTEGERS / 7, True),
+        (rolled_and_addressed, (INTEGERS / 7).view(4, 3).t(), True),
+        (overlapping_chunks, INTEGERS.view(4, 3) / 7, False),
+    ],
+)
+def test_memory_that_is_addressed_is_what_it_is_in_eager_mode(function, x, aside):
+    with torch.no_grad(), collecting() as contexts:
+        got = torch.compile(function, backend="dsi")(x)
+    torch.testing.assert_close(got, function(x))
+    assert bool(contexts[0].report.notes) == aside
