@@ -12,7 +12,6 @@ import torch
 from dsi.codegen import Choice, attention_defaults
 
 from bench.attention import Case
-from bench.attention_sweep import Problem, Tried, keep
 from bench.linear import Candidate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +30,11 @@ def test_choices_of_attention_side_by_side(tmp_path):
     assert all(choice["problem"] == "" and choice["error"] < 1e-5 for choice in row["choices"])
 
 
-def test_what_wins_over_all_live_lengths_is_kept(tmp_path):
+def test_what_wins_over_all_live_lengths_is_kept(tmp_path, monkeypatch):
     """The one that is fastest at one length alone is not it, nor the one that is wrong at one."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # the command chooses the interpreter for its whole process
+    from bench.attention_sweep import Problem, Tried, keep
+
     file, found = tmp_path / "defaults.json", []
     choices = [Choice("attention_decode", None, 1, block_n, split=split) for block_n, split in ((64, 8), (128, 4), (256, 2))]
     for live, times in ((32, (2.0, 3.0, 1.0)), (500, (9.0, 3.0, None))):
