@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from dsi.codegen import generate
 from dsi.codegen.integers import normalise
 from dsi.ir.analysis import bind_sizes, kernel_spec, plan_region
@@ -110,6 +111,15 @@ def test_norm_of_each_head(interpreter, symbolic, norm):
 
     inputs = randoms(torch.float32, (B, S, 16), (48, 16), (12, 16), (12,), (12,), (S, 12), (S, 12))
     assert_kernel_computes(qk, inputs, interpreter, (B, S) if symbolic else ())
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["mish", "softplus", "elu", "leaky_relu", "hardswish", "glu"])
+def test_activations_after_a_linear(interpreter, dtype, name):
+    def mlp(x, w):
+        return getattr(F, name)(dsi.linear(x, w) * 3)
+
+    assert_kernel_computes(mlp, randoms(dtype, (B, 16), (24, 16)), interpreter)
 
 
 @DTYPES

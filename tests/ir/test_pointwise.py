@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dsi.ir.analysis import plan_region
+from dsi.ir.analysis import evaluate_plan, plan_region
 from dsi.ir.errors import Refused
 from dsi.ir.ops import ACTIVATIONS
 from dsi.ir.pointwise import POINTWISE, common_dtype
@@ -88,6 +88,48 @@ def test_unary_and_scalar_forms(name: str, kind: str) -> None:
     expected = UNARY[name](x)
     assert expected.shape == x.shape
     check(UNARY[name], (x,), tolerance=1e-3 if expected.dtype == torch.float16 else 2e-5)
+
+
+SPELLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "softplus of another slope": lambda x: F.softplus(x, beta=3, threshold=2),
+    "elu": lambda x: F.elu(x, 0.7),
+    "selu": F.selu,
+    "celu": lambda x: F.celu(x, 0.7),
+    "leaky_relu": F.leaky_relu,
+    "hardtanh": lambda x: F.hardtanh(x, -0.5, 2),
+    "relu6": F.relu6,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "threshold": lambda x: F.threshold(x, 0.5, -3.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SPELLED)
+def test_activations_that_are_spelled_out(name: str, dtype: torch.dtype) -> None:
+    """Small values are as exact as large ones; large ones do not overflow on the way."""
+    x = torch.cat([torch.logspace(-9, 4, 40), -torch.logspace(-9, 4, 40), torch.tensor([0.0, float("inf"), float("-inf"), -88.0, 88.0])])
+    body = body_of(SPELLED[name], (x.to(dtype),))
+    (actual,) = evaluate_plan(plan_region(body), (x.to(dtype),), {})
+    expected = SPELLED[name](x.to(dtype).double())
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-6 if dtype == torch.float32 else 5e-3, atol=1e-38, equal_nan=True)
+
+
+@pytest.mark.parametrize("dim", [-1, 0, 1])
+def test_gated_linear_units(dim: int) -> None:
+    check(lambda x: F.glu(x, dim), (floats(4, 6, 8),))
+    check(lambda x, w: F.glu(dsi.linear(x, w), -1), (floats(4, 6), floats(10, 6)))
+
+
+def test_a_slope_a_channel() -> None:
+    check(lambda x, w: F.prelu(x, w), (floats(4, 5, 6), floats(5)))
+
+
+def test_activations_of_integers_are_left() -> None:
+    with pytest.raises(Refused, match=r"of torch\.int64"):
+        plan_region(body_of(lambda x: F.hardtanh(x, -2, 2), (ints(3, 5),)))
 
 
 FLOAT_ONLY = {
