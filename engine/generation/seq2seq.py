@@ -60,7 +60,7 @@ def behind_encoder(draft: Seq2Seq, states: Tensor) -> Seq2Seq:
     device = states.device
     made = torch.arange(ROWS * PLACES * states.shape[2], device=device).reshape(ROWS, PLACES, -1)
     made = (made * 12.9898).sin().to(states.dtype)
-    ids = (torch.arange(ROWS * TOKENS, device=device).reshape(ROWS, TOKENS) * 31 + 7) % _vocabulary(draft.model)
+    ids = _ids(draft.model, device)
     own, cross = _kept(draft, ids, made)
     decoder = replace(draft, layers=own, source=SourceShape(states.shape[2], states.dtype, cross, True))
     mask = torch.ones(ROWS, PLACES, dtype=torch.int64, device=device)
@@ -124,7 +124,10 @@ def _difference(decoder: Seq2Seq, ids: Tensor, states: Tensor, mask: Tensor | No
     return ""
 
 
-def _vocabulary(model: Any) -> int:
-    """Tokens of the decoder: of the smaller table, where it has one of its own."""
+def _ids(model: Any, device: torch.device) -> Tensor:
+    """Tokens [rows, tokens] of the decoder, none of them padding: there are models that count no position for that."""
     tables = [part.get_input_embeddings() for part in (model, model.get_decoder())]
-    return min(int(table.weight.shape[0]) for table in tables)
+    vocabulary = min(int(table.weight.shape[0]) for table in tables)  # a decoder may have a table of its own
+    ids = (torch.arange(ROWS * TOKENS, device=device).reshape(ROWS, TOKENS) * 31 + 7) % vocabulary
+    padding = getattr(model.config, "pad_token_id", None)
+    return ids if padding is None else torch.where(ids == padding, (padding + 1) % vocabulary, ids)

@@ -7,6 +7,7 @@ import torch
 import transformers
 from dsi.compiler.observe import collecting
 from dsi.engine.generation import Generator
+from dsi.engine.generation.examine import examine
 from dsi.engine.generation.steps import PROMPT_RUNS, Steps
 from generating import REFERENCE, VOCABULARY, Late, Stand, eager_calls, prompt
 from transformers.modeling_outputs import BaseModelOutput
@@ -27,10 +28,9 @@ def t5(**more):
     return hot(transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, **TOKENS, **more)).eval())
 
 
-def umt5():
-    torch.manual_seed(0)
-    config = transformers.UMT5Config(**T5, **TOKENS, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-    return hot(transformers.UMT5ForConditionalGeneration(config).eval())
+def gated_t5():
+    """As T5 v1.1 has it."""
+    return t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 
 
 def bart():
@@ -67,18 +67,21 @@ def same(generator, given, **how):
     return made
 
 
-@pytest.mark.parametrize("make", [t5, umt5, bart])
-def test_three_graphs_serve_all_lengths(make):
+ONE_ROW, MORE_ROWS = ((1, 7), (1, 20), (1, 2)), ((3, 9), (2, 30), (1, 5))
+
+
+@pytest.mark.parametrize(("make", "sizes"), [(gated_t5, ONE_ROW), (bart, ONE_ROW + MORE_ROWS)])
+def test_three_graphs_serve_all_lengths(make, sizes):
     """Encoder, prompt and decode step; with several rows once more, for any number of them."""
     model = make()
     generator, pad = Generator(model, max_out_tokens=40, options=REFERENCE), model.config.pad_token_id
     how = dict(max_new_tokens=NEW, min_new_tokens=3)
     counts = []
-    for rows, length in ((1, 7), (1, 20), (1, 2), (3, 9), (2, 30), (1, 5)):
+    for rows, length in sizes:
         with collecting() as contexts:
             same(generator, text(rows, length, pad, seed=length), **how)
         counts.append(len(contexts))
-    assert counts == [3, 0, 0, 3, 0, 0]
+    assert counts == [3, 0, 0, 3, 0, 0][: len(sizes)]
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +219,26 @@ def test_whisper_by_its_own_generate():
         ours = generator.generate(input_features=sound, max_new_tokens=5)
         assert torch.equal(ours, model.generate(input_features=sound, max_new_tokens=5))
     assert generator.why_not_ours == ""
+
+
+def m2m():
+    """Positions are counted by tokens that are no padding."""
+    torch.manual_seed(0)
+    tokens = dict(pad_token_id=7, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2)  # 7 is the first token that a trial would take
+    return hot(transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**BART, **tokens, max_position_embeddings=40)).eval())
+
+
+def umt5():
+    torch.manual_seed(0)
+    return hot(transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**T5, **TOKENS)).eval())
+
+
+@pytest.mark.parametrize(("make", "masked"), [(m2m, True), (umt5, True), (whisper, False)])
+def test_what_is_found_out_of_a_model(make, masked):
+    model = make()
+    decoder = examine(model, torch.zeros(1, 4, 32))
+    assert decoder.source.masked == masked and decoder.source.width == 32
+    assert len(decoder.layers) == len(decoder.source.layers) == 1
 
 
 def test_positions_of_a_table_are_not_run_past():
