@@ -39,7 +39,7 @@ def first_step(products: Products, block: Block, sums: Sums) -> None:
     block.comment("the first step, whose tiles were loaded before the wait")
 
     def late(name: str, dtype: torch.dtype) -> str:
-        if dtype.itemsize >= 4:
+        if dtype.itemsize >= 4 or dtype == torch.bool:  # of bools, which a register holds one each, LLVM aborts
             return name
         builder.use("late")
         found = builder.names.new(f"{name}_held")  # a name of its own, or the loop would carry it from turn to turn

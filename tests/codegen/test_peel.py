@@ -15,12 +15,13 @@ from dsi.codegen.deferred import peel_of, peeled
 from dsi.codegen.devices import A100, H200
 from dsi.codegen.linear_choices import PEELED, admissible
 from dsi.codegen.linear_cost import linear_work, registers, resident, shared_bytes
+from dsi.ir import tile as t
 
 from bench import ptx
 
 from . import plans
 from .quantised import constant, quantised, rounded_rows
-from .support import check, resources, run
+from .support import cast, check, const, op, resources, run
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SKINNY = Choice("skinny", 16, 16, 32, 16, 32, 4, 2)
@@ -93,6 +94,25 @@ def test_a_sum_has_the_same_bits_whoever_is_last(interpreter):
     for peel in ("last", "first"):
         one, two = (run(case, interpreter, choice=replace(SKINNY, split=2, peel=peel)) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("peel", ["last", "first"])
+def test_rows_hidden_by_bools(interpreter, peel):
+    """LLVM aborts, and the process with it, on assembly over bools: they stay as they are loaded. Also those along one axis."""
+    for along in ((t.R, t.K), (t.K,), (t.R,)):
+        case = constant(plans.projection(BF16, 5, inner=72, columns=33))
+        x, weight, bias, residual = range(4)
+        shape = tuple(case.inputs[x].shape[{t.R: 0, t.K: 1}[symbol]] for symbol in along)
+        shown = case.input("shown", shape, torch.bool, values=torch.rand(shape, generator=case.generator) < 0.5)
+        value = op("where", case.load(shown, *along), case.spec.plan.x, const(0.0))
+        case.spec.plan = replace(case.spec.plan, x=cast(value, BF16))
+        case.spec.inputs = case.input_specs
+        seen = case.real(shown)[:, None] if along == (t.R,) else case.real(shown)
+        wanted = torch.where(seen, case.real(x), 0.0) @ case.real(weight).T + case.real(bias) + case.real(residual)
+        case.expected[0] = wanted.to(BF16).reshape(case.outputs[0].shape)
+        text = source(case, replace(SKINNY, peel=peel))
+        assert "weight_held = late(weight, 2, PDL)" in text and not re.search(r"late\(\w+, 4, PDL\)", text)
+        check(case, interpreter, choice=replace(SKINNY, peel=peel))
 
 
 # ------------------------------------------------------------------------------------------------------------------------ the text
