@@ -29,6 +29,7 @@ SCAN, SCAN_STEP = 0.6e-6, 0.15e-6  # the scan of a mask: its first step, from th
 # What programs learn of each other beside their loads; what values cost that are asked for behind keys, from the last-level cache; and
 # three exchanges between warps instead of one. Not measured: a reduction in a program, an access to that cache, and what the barriers take.
 SIGHT, LATE, EXCHANGES = 0.1e-6, 0.2e-6, 0.2e-6
+ISSUE = 0.25e-6  # what each further four warps issue besides products, under `by_warp`: 450 instructions (counted, not measured)
 MEETING, PART = 1.6e-6, 0.04e-6  # programs that share keys: storing a part, counting arrivals, reading the first; each further one
 # The least that one block of keys takes, from scores to sums; and on top of it for each element of keys and values that a thread holds.
 STEP, STEP_ELEMENT = 0.2e-6, 1.6e-9
@@ -180,7 +181,12 @@ def programs_of(work: AttentionWork, choice: Choice) -> int:
 
 def blocks_of(work: AttentionWork, choice: Choice) -> int:
     """Blocks of keys that one of the programs that share them has at most."""
-    return math.ceil(math.ceil(work.keys / choice.block_n) / choice.split)
+    return math.ceil(math.ceil(work.keys / at_once(choice)) / choice.split)
+
+
+def at_once(choice: Choice) -> int:
+    """Keys that a program takes at once."""
+    return choice.block_n * choice.chunks
 
 
 # ------------------------------------------------------------------------------------------------------------------------- time
@@ -204,7 +210,7 @@ def _resident(work: AttentionWork, choice: Choice, device: Device) -> int:
 def _parts(work: AttentionWork, choice: Choice) -> tuple[int, int]:
     """Programs that meet for a block of rows, and blocks of keys that each of them visits at most."""
     blocks = blocks_of(work, choice)
-    live = math.ceil(min(work.live or work.keys, work.keys) / choice.block_n)
+    live = math.ceil(min(work.live or work.keys, work.keys) / at_once(choice))
     if work.mask == "" or (choice.block_s == 1 and choice.live != "seen"):
         return choice.split, blocks
     parts = max(min(choice.split, live), 1) if choice.live and choice.block_s > 1 else choice.split
@@ -212,7 +218,7 @@ def _parts(work: AttentionWork, choice: Choice) -> tuple[int, int]:
 
 
 def _decode(work: AttentionWork, choice: Choice, device: Device) -> float:
-    units = matrix(choice)
+    units, block = matrix(choice), at_once(choice)
     parts, blocks = _parts(work, choice)
     programs = programs_of(work, choice) // choice.split * parts
     d, e = widths(work, choice)
@@ -220,7 +226,7 @@ def _decode(work: AttentionWork, choice: Choice, device: Device) -> float:
     scanned = work.mask != "" and choice.block_s > 1 and not (choice.live and alone)
     waves = math.ceil(programs / (device.processors * _resident(work, choice, device)))
     each = math.ceil(programs / device.processors)
-    held = choice.block_n * (d + e) / (32 * choice.num_warps)
+    held = block * (d + e) / (32 * choice.num_warps)
     operations = CONVERT + MULTIPLY * choice.block_m
     least = STEP + STEP_ELEMENT * held if units else STEP_VECTOR + STEP_OPERATION * held * operations
     # What is loaded a step ahead arrives meanwhile.
@@ -228,22 +234,22 @@ def _decode(work: AttentionWork, choice: Choice, device: Device) -> float:
     # The first block is in the last-level cache if it was asked for before the wait.
     first = device.latency * (RESIDENT if choice.prefetch else 1.0)
     pace = first + (least if blocks == 1 else blocks * step)
-    keys = min(choice.block_n, work.live or choice.block_n) if choice.live in ("seen", "dealt") else choice.block_n
+    keys = min(block, work.live or block) if choice.live in ("seen", "dealt") else block
     read = blocks * keys * work.kv_bytes
     if units:
         rate = device.matrix.get(work.itemsize, device.vector) if work.itemsize < 4 else device.vector / 2
-        arithmetic = each * blocks * 2.0 * choice.block_m * choice.block_n * (d + e) / (rate / device.processors / 4)
+        arithmetic = each * blocks * 2.0 * choice.block_m * block * (d + e) / (rate / device.processors / 4)
     else:
-        arithmetic = each * blocks * choice.block_n * (d + e) * operations / (device.vector / 2 * VECTOR_SHARE / device.processors)
+        arithmetic = each * blocks * block * (d + e) * operations / (device.vector / 2 * VECTOR_SHARE / device.processors)
     draw = OVERDRAW * device.bandwidth / device.processors
     busy = _limits(work.moved / device.bandwidth, waves * pace, each * read / draw, arithmetic)
     once = START + END + device.dependent + (MATRIX if units else 0.0)
     if scanned:
-        once += SCAN + SCAN_STEP * (math.ceil(blocks * choice.block_n / choice.block_s) - 1)
+        once += SCAN + SCAN_STEP * (math.ceil(blocks * block / choice.block_s) - 1)
     elif choice.live and work.mask:
         once += SIGHT + (LATE if choice.live == "seen" else 0.0)
     if not units and blocks_of(work, choice) == 1:
-        once -= (LATE if choice.early else 0.0) + (EXCHANGES if choice.by_warp else 0.0)
+        once -= (LATE if choice.early else 0.0) + (EXCHANGES - ISSUE * (choice.num_warps / 4 - 1) if choice.by_warp else 0.0)
     if choice.overlaps:
         once -= device.launch - device.dependent  # what was measured starts behind the kernel before it
     if parts > 1:

@@ -49,19 +49,29 @@ class AttentionDecode(AttentionTiles):
         self.rows_at = "" if self.single else "[:, None]"
         keys, masked = self.keys, scannable(self.plan)
         known = not self.plan.window and keys.is_Integer
-        self.blocks = math.ceil(math.ceil(int(keys) / choice.block_n) / choice.split) if known else 0  # of a program; 0: not known
         self.scanned = choice.block_s > 1 and masked
-        # Each part is one block of keys, whatever the mask.
-        self.apart = self.blocks == 1 and masked and choice.live in ("parts", "seen") and choice.split <= BITS
+        apart = masked and choice.live in ("parts", "seen") and choice.split <= BITS
+        # Keys of a warp that are next to one another, as 16 bytes a thread lie.
+        self.run = 32 // min(32, max(self.d[0].width * self.plan.dtype.itemsize // 16, 1))
+        by_warp = choice.by_warp and self.single and len(self.e) == 1 and choice.block_n >= self.run * choice.num_warps
+        self.chunks = choice.chunks if by_warp and known and (apart or not self.scanned) else 1
+        if self.chunks > 1 and self.chunks * choice.block_n * choice.split < int(keys):
+            self.chunks = 1  # there is more than one for each program
+        run = self.chunks * choice.block_n
+        self.blocks = math.ceil(math.ceil(int(keys) / run) / choice.split) if known else 0  # of a program; 0: not known
+        # Each part is one block of keys (or some, taken as one), whatever the mask.
+        self.apart = self.blocks == 1 and apart
         self.dealt = self.scanned and not self.apart and choice.live != ""
         self.one_of_keys = self.blocks == 1 and (self.apart or self.dealt or not self.scanned)
         self.early = choice.early and self.one_of_keys and not self.matrix
-        # Keys of a warp that are next to one another, as 16 bytes a thread lie.
-        self.run = 32 // min(32, max(self.d[0].width * self.plan.dtype.itemsize // 16, 1))
-        self.by_warp = choice.by_warp and self.single and self.one_of_keys and len(self.e) == 1
-        self.by_warp &= choice.block_n >= self.run * choice.num_warps
+        self.by_warp = by_warp and self.one_of_keys
         self.part = ""
         self.parts: Parts | None = None  # who meets; None: all
+
+    @property
+    def keys_of_part(self) -> str:
+        """Source of the number of keys that a part has one after the other."""
+        return "BLOCK_J" if self.chunks == 1 else f"({self.chunks} * BLOCK_J)"
 
     def write(self) -> tuple[Builder, tuple[sympy.Expr, ...]]:
         """Writes the whole body and returns the builder and the launch grid."""
@@ -86,9 +96,17 @@ class AttentionDecode(AttentionTiles):
             body.line(f"{self.part} = tl.program_id(0)" + ("" if self.one_block else " % SPLIT"))
         if not choice.prefetch or plan.window or (self.scanned and not self.apart):
             return
-        block, j, line = Block(body), builder.names.new("j_ahead"), builder.names.new("line")
-        start = f"{self.part} * BLOCK_J + " if self.part else ""
-        block.line(f"{j} = {start}tl.arange(0, BLOCK_J)")
+        block = Block(body)
+        start = f"{self.part} * {self.keys_of_part} + " if self.part else ""
+        asked = [self.ask(block, f"{start}{f'{chunk} * BLOCK_J + ' if chunk else ''}tl.arange(0, BLOCK_J)") for chunk in range(self.chunks)]
+        if any(asked):
+            body.attach("if PDL:", block)
+
+    def ask(self, block: Block, keys: str) -> int:
+        """Writes requests for some keys and their values, and returns how many there are."""
+        builder, choice, plan = self.builder, self.choice, self.plan
+        j, line = builder.names.new("j_ahead"), builder.names.new("line")
+        block.line(f"{j} = {keys}")
         block.line(f"{builder.names.new(f'{j}_in')} = {j} < {self.size(self.keys)}")
         if choice.hint:
             self.hinted(block, j)
@@ -108,8 +126,7 @@ class AttentionDecode(AttentionTiles):
             if axes == frozenset((0, 1)):  # else it repeats itself, and is small
                 block.line(prefetch(f"tl.where({conjunction(list(tile.masks.values()))}, {address}, {pointer})"))
                 asked += 1
-        if asked:
-            body.attach("if PDL:", block)
+        return asked
 
     def hinted(self, block: Block, j: str) -> None:
         """Leaves of the keys that are asked for ahead those that a mask which is the same for all rows shows, as it lies in memory. A
@@ -138,12 +155,12 @@ class AttentionDecode(AttentionTiles):
             begin = self.named("first_key", f"{greatest(['0', f'{self.first_query} - {plan.window - 1}'])} // BLOCK_J * BLOCK_J")
         stop = self.named("end_key", least(end))
         step = "BLOCK_J * SPLIT" if split > 1 else "BLOCK_J"
-        own = begin if split == 1 else f"{self.part} * BLOCK_J" if begin == "0" else f"{begin} + {self.part} * BLOCK_J"
+        own = begin if split == 1 else f"{self.part} * {self.keys_of_part}" if begin == "0" else f"{begin} + {self.part} * BLOCK_J"
         if self.dealt:
             own, stop = self.deal(begin, stop)
             self.key_mask = True
         elif self.one_of_keys:
-            self.key_mask = not divisible(self.keys, choice.block_n * split)
+            self.key_mask = not divisible(self.keys, choice.block_n * self.chunks * split)
         elif self.scanned:
             count = f"tl.cdiv({stop} - {begin}, {step}) * BLOCK_J" if begin != "0" else f"tl.cdiv({stop}, {step}) * BLOCK_J"
             looked_at = sympy.Integer(self.blocks * choice.block_n) if self.blocks and stop == keys else count
@@ -179,14 +196,20 @@ class AttentionDecode(AttentionTiles):
         """The keys where a program has one block of them: its loads do not wait for one another."""
         body, axis = self.builder.body, 0 if self.single else 1
         meets = self.apart and self.choice.split > 1 and self.scanned
-        body.line(f"j = {f'{start} + ' if start != '0' else ''}tl.arange(0, BLOCK_J)")
-        if self.key_mask:
-            body.line(f"j_in = j < {stop if self.dealt else self.size(self.keys)}")
-        if self.apart and self.choice.live == "seen":
-            body.line(f"j_in = {keys_in_sight(self)}")
-            self.key_mask = True
+        chunks = [f"j_{number}" for number in range(self.chunks)] if self.chunks > 1 else ["j"]
+        some_masked, k, v = self.key_mask, [], []
+        for number, j in enumerate(chunks):
+            self.keys_at, self.key_mask = j, some_masked
+            offset = f"{number} * BLOCK_J + " if number else ""
+            body.line(f"{j} = {f'{start} + ' if start != '0' else ''}{offset}tl.arange(0, BLOCK_J)")
+            if some_masked:
+                body.line(f"{j}_in = {j} < {stop if self.dealt else self.size(self.keys)}")
+            if self.apart and self.choice.live == "seen":
+                body.line(f"{j}_in = {keys_in_sight(self)}")
+                self.key_mask = True
+            k.append(self.keys_of(body))
+            v.append(self.values_of(body))
         sight = bits_of_parts(self, stop) if meets and not self.early else ""
-        k, v = self.keys_of(body), self.values_of(body)
         if self.early:
             # For compilers, which move no load over it; nothing is computed before q is there.
             body.comment("all that is loaded above is under way before anything is waited for")
@@ -194,36 +217,51 @@ class AttentionDecode(AttentionTiles):
             self.load_queries()
         if meets:
             self.parts = parts_in_sight(self, self.part, sight or bits_of_parts(self, stop))
-        self.scores(body, k)
+        for number, j in enumerate(chunks):
+            self.keys_at = j
+            self.scores(body, k[number])
+            if self.chunks > 1:
+                body.line(f"scores_{number} = scores")
         if self.by_warp:
-            self.softmaxes_of_warps(v[0])
+            self.softmaxes_of_warps([code for (code,) in v])
             return
         body.line(f"top = tl.max(scores, {axis})")
         body.line(f"shift = {self.shift('top')}")
         body.line(f"weights = {self.weight('scores', f'shift{self.rows_at}')}")
         body.line(f"total = tl.sum(weights, {axis})")
-        for out, code in zip(self.outs, v, strict=True):
+        for out, code in zip(self.outs, v[0], strict=True):
             if self.matrix:
                 body.line(f"{out} = tl.dot({self.rounded('weights')}, {code}{self.ieee})")
             else:
                 body.line(f"{out} = tl.sum({self.spread('weights')} * {self.every_row(code)}, {axis})")
 
-    def softmaxes_of_warps(self, v: str) -> None:
-        """The softmax of the program's one block of keys, where each warp makes its own of the keys that it holds: what the warps have is
-        exchanged once, where a maximum, a sum and the sums of values would be three times. `top` and `total` then lie along channels."""
+    def softmaxes_of_warps(self, values: list[str]) -> None:
+        """The softmax of the program's keys, where each warp makes its own of those that it holds: what the warps have is exchanged once,
+        where a maximum, a sum and the sums of values would be three times. `top` and `total` then lie along channels."""
         builder, body, warps, out = self.builder, self.builder.body, self.choice.num_warps, self.outs[0]
         # A name of its own: what a branch gives another shape must not be there before it.
-        join, keys, shift = (builder.names.new(name) for name in ("join_softmaxes", "by_warp", "shift_of_warp"))
+        join, shift = builder.names.new("join_softmaxes"), builder.names.new("shift_of_warp")
         one, two = (self.weight(top, "shift") for top in ("top", "top_2"))
         builder.helpers[join] = JOIN.format(name=join, shift=self.shift("new"), one=one, two=two)
         held = f"[BLOCK_J // {warps * self.run}, {warps}, {self.run}"
+        numbers = [f"_{number}" for number in range(self.chunks)] if self.chunks > 1 else [""]
+        keys = [builder.names.new(f"by_warp{number}") for number in numbers]
         body.comment(f"each of {warps} warps holds {self.run} keys in a row")
-        body.line(f"{keys} = tl.reshape(scores, {held}])")
-        body.line(f"top = tl.max(tl.max({keys}, 0), 1)[:, None]")
+        for number, name in zip(numbers, keys, strict=True):
+            body.line(f"{name} = tl.reshape(scores{number}, {held}])")
+        body.line(f"top = tl.max({greatest([f'tl.max({name}, 0)' for name in keys])}, 1)[:, None]")
         body.line(f"{shift} = {self.shift('top')}")
-        body.line(f"weights = {self.weight(keys, f'{shift}[None, :, :]')}")
-        body.line("total = tl.sum(tl.sum(weights, 0), 1)[:, None]")
-        body.line(f"{out} = tl.sum(tl.sum(weights[:, :, :, None] * tl.reshape({v}, {held}, {self.e[0].block}]), 0), 1)")
+        for number, name in zip(numbers, keys, strict=True):
+            body.line(f"weights{number} = {self.weight(name, f'{shift}[None, :, :]')}")
+        body.line(f"total = tl.sum({' + '.join(f'tl.sum(weights{number}, 0)' for number in numbers)}, 1)[:, None]")
+        sums = [
+            f"tl.sum(weights{number}[:, :, :, None] * tl.reshape({v}, {held}, {self.e[0].block}]), 0)"
+            for number, v in zip(numbers, values, strict=True)
+        ]
+        body.line(f"{out} = {sums[0]}")
+        for more in sums[1:]:
+            body.line(f"{out} += {more}")
+        body.line(f"{out} = tl.sum({out}, 1)")
         whole = f"[{warps}, {self.e[0].block}]"
         body.line(f"top, total, {out} = tl.reduce((tl.broadcast_to(top, {whole}), tl.broadcast_to(total, {whole}), {out}), 0, {join})")
 

@@ -115,7 +115,7 @@ def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], s
 
 
 def bits_of_parts(kernel: AttentionTiles, end: str) -> str:
-    """Writes a look at the whole mask, `choice.block_s` keys a step, for a kernel of which part p has the p-th block of keys and no other;
+    """Writes a look at the whole mask, `choice.block_s` keys a step, for a kernel of which part p has the p-th run of keys and no other;
     returns the source of an integer with a bit for each part that holds a key that some row sees. Its loads are written here, its end is
     where the source is used."""
     builder, body, step = kernel.builder, kernel.builder.body, kernel.choice.block_s
@@ -132,7 +132,8 @@ def bits_of_parts(kernel: AttentionTiles, end: str) -> str:
     if ended:
         block.line(f"{builder.names.new(names['j_seen'] + '_in')} = {names['j_seen']} < {end}")
     some, _ = _visible(kernel, block, rows, all_rows, masked, names, ended=ended)
-    found = f"tl.where({some}, 1 << ({names['j_seen']} // BLOCK_J), 0)"
+    part = f"({names['j_seen']} // {kernel.keys_of_part})"
+    found = f"tl.where({some}, 1 << {part}, 0)"
     block.line(f"{bits} = {found if one_step else f'{bits} | {found}'}")
     if not one_step:
         body.attach(f"for {start} in range(0, {kernel.size(kernel.keys)}, BLOCK_S):", block)
@@ -140,8 +141,8 @@ def bits_of_parts(kernel: AttentionTiles, end: str) -> str:
 
 
 def keys_in_sight(kernel: AttentionTiles) -> str:
-    """Writes which of the program's one block of keys `j` some row sees; returns the name."""
-    names = {"j_seen": "j", "s_seen": kernel.builder.names.new("s_seen")}
+    """Writes which of a block of the program's keys some row sees; returns the name."""
+    names = {"j_seen": kernel.keys_at, "s_seen": kernel.builder.names.new("s_seen")}
     rows, all_rows, masked = _rows(kernel, names["s_seen"])
     some, _ = _visible(kernel, kernel.builder.body, rows, all_rows, masked, names, "BLOCK_J", kernel.key_mask)
     return some

@@ -55,6 +55,7 @@ class AttentionTiles:
 
     matrix = True  # products by matrix units
     by_warp = False  # maxima of scores and sums of weights lie along channels
+    keys_at = "j"  # the block variable of keys
 
     def __init__(self, spec: t.KernelSpec, choice: Choice):
         assert isinstance(spec.plan, t.AttentionPlan)
@@ -113,7 +114,7 @@ class AttentionTiles:
         `names` gives other block variables than the letters' own ("s" is the query's, and "h" the head's), `masked` whether an axis needs
         a mask where it differs from the kernel's.
         """
-        names, masked = names or {}, {"m": self.row_mask, "q": self.row_mask, "j": self.key_mask, **(masked or {})}
+        names, masked = {"j": self.keys_at, **(names or {})}, {"m": self.row_mask, "q": self.row_mask, "j": self.key_mask, **(masked or {})}
         axes = tuple(axis for axis in axes if axis != "m" or not self.single)
         tile = Tile((), {}, fixed=dict(self.fixed), limits=dict(self.limits))
         tile.shape = tuple(axis.block if isinstance(axis, Channels) else f"BLOCK_{axis.upper()}" for axis in axes)

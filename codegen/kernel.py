@@ -120,7 +120,8 @@ class Choice:
     nothing; "parts", who has keys that some row sees, and no other stays; "seen", that, and hidden keys are not read; "dealt", the first
     and the last key that some row sees, and only the blocks between them are dealt out. The next two are for decode without matrix units
     and one block of keys a program. `early`: values are asked for before anything waits for keys, by a barrier behind both; without it
-    compilers put their loads off. `by_warp` (one row): each warp makes a softmax of its own keys, and one exchange joins those of all.
+    compilers put their loads off. `by_warp` (one row): each warp makes a softmax of its own keys, and one exchange joins those of all;
+    `chunks` (any number) blocks of keys that lie behind one another are then taken at once as one.
     `overlaps` (decode): the kernel is launched while the one before it runs, and lets the next one start when its own wait is over; without
     it, it starts behind the one before it, and the next may start at once. `hint`: of what `prefetch` would ask for, only keys that the
     mask shows as it lies in memory before the wait, whoever wrote it: nothing is computed from that.
@@ -141,6 +142,7 @@ class Choice:
     live: Literal["", "parts", "seen", "dealt"] = ""
     early: bool = False
     by_warp: bool = False
+    chunks: int = 1
     overlaps: bool = False
     hint: bool = False
     peel: Literal["", "last", "first"] = ""

@@ -88,13 +88,25 @@ def test_any_number_of_programs(interpreter, live, split, keys, dtype):
 
 
 @pytest.mark.parametrize("live", ["", *LIVE])
-@pytest.mark.parametrize("dtype, d, warps", [(F16, 64, 2), (BF16, 24, 4)])
-def test_a_softmax_a_warp(interpreter, dtype, d, warps, live):
-    """Joined once: where the keys of a warp, or of all, are hidden, too."""
+@pytest.mark.parametrize("dtype, d, warps, chunks", [(F16, 64, 2, 1), (BF16, 24, 4, 1), (F16, 64, 1, 3)])
+def test_a_softmax_a_warp(interpreter, dtype, d, warps, chunks, live):
+    """Joined once: where the keys of a warp, or of all, are hidden, too; of one block of keys, and of several that are taken as one."""
     for shown, more in (("01000", {"sinks": True}), ("11011", {"softcap": 2.0})):
         case = plans.attention(dtype, 1, 2, 2, 1, KEYS, d, mask=blocks(shown), **more)
-        choice = replace(DECODE, block_m=1, block_n=32, split=4, num_warps=warps, live=live, block_s=128 if live else 1)
-        check(case, interpreter, choice=replace(choice, early=warps < 4, by_warp=True))
+        choice = replace(
+            DECODE, block_m=1, block_n=32 if chunks == 1 else 8, split=4, num_warps=warps, live=live, early=warps < 4, by_warp=True
+        )
+        check(case, interpreter, choice=replace(choice, block_s=128 if live else 1, chunks=chunks))
+
+
+def test_chunks_are_parts(interpreter):
+    """48 keys a part: two of them meet, one is alone; asked for ahead are all three blocks of one."""
+    for shown in ("00100", "00010", "01010"):
+        case = plans.attention(F16, 1, 2, 2, 1, KEYS, 64, mask=blocks(shown))
+        choice = replace(DECODE, block_m=1, split=2, num_warps=2, early=True, by_warp=True, chunks=3, prefetch=128)
+        (kernel,) = generate(case.spec, choice, H200)
+        assert kernel.source.count("prefetch.global.L2 [$1]") == 6 and "1 << (j_seen // (3 * BLOCK_J))" in kernel.source
+        check(case, interpreter, kernel)
 
 
 @pytest.mark.parametrize("live", LIVE)
