@@ -17,15 +17,14 @@ import sympy
 import torch
 from dsi.ir import tile as t
 
+from .attention_ahead import ask
 from .attention_meeting import Parts, all_parts, meet, parts_dealt, parts_in_sight
-from .attention_scan import bits_of_parts, greatest, keys_in_sight, least, rows_of_mask, scan, scannable
-from .attention_tiles import LEAST_OF_A_PRODUCT, AttentionTiles, Channels
-from .builder import Block, Builder, prefetch, triton_type
+from .attention_scan import bits_of_parts, greatest, keys_in_sight, least, scan, scannable
+from .attention_tiles import LEAST_OF_A_PRODUCT, AttentionTiles
+from .builder import Block, Builder, triton_type
 from .kernel import Choice
-from .printer import Printer, conjunction
 from .statistics import divisible
 
-LINE = 128  # bytes that one prefetch asks for
 BITS = 31  # parts that a bit each of an integer stands for
 TOGETHER = 16  # keys of a mask that are loaded at once: blocks that are dealt out begin at a multiple
 # What two softmaxes have (maximum of the scores, sum of the weights, sum of weighted values) made one.
@@ -98,50 +97,11 @@ class AttentionDecode(AttentionTiles):
             return
         block = Block(body)
         start = f"{self.part} * {self.keys_of_part} + " if self.part else ""
-        asked = [self.ask(block, f"{start}{f'{chunk} * BLOCK_J + ' if chunk else ''}tl.arange(0, BLOCK_J)") for chunk in range(self.chunks)]
+        asked = [
+            ask(self, block, f"{start}{f'{chunk} * BLOCK_J + ' if chunk else ''}tl.arange(0, BLOCK_J)") for chunk in range(self.chunks)
+        ]
         if any(asked):
             body.attach("if PDL:", block)
-
-    def ask(self, block: Block, keys: str) -> int:
-        """Writes requests for some keys and their values, and returns how many there are."""
-        builder, choice, plan = self.builder, self.choice, self.plan
-        j, line = builder.names.new("j_ahead"), builder.names.new("line")
-        block.line(f"{j} = {keys}")
-        block.line(f"{builder.names.new(f'{j}_in')} = {j} < {self.size(self.keys)}")
-        if choice.hint:
-            self.hinted(block, j)
-        asked = 0
-        for operand, symbol, size in ((plan.k, t.D, plan.head_size), (plan.v, t.E, plan.value_size)):
-            if not isinstance(operand, t.Load) or any(isinstance(coord, t.Expr) for coord in operand.coords):
-                continue  # its place is known behind the wait only
-            step = LINE // operand.dtype.itemsize
-            lines = 1 << (math.ceil(min(size, max(choice.prefetch // operand.dtype.itemsize, 1)) / step) - 1).bit_length()
-            name = f"{line}_{asked}" if asked else line
-            block.line(f"{name} = tl.arange(0, {lines}) * {step}")
-            block.line(f"{name}_in = {name} < {size}")
-            tile = self.tile("j", Channels(symbol, name, str(lines), 0, 0, 1), names={"j": j}, masked={"j": True})
-            pointer = builder.input(operand.input)
-            printer = Printer(builder, block, tile)
-            address, axes, _ = printer.address(pointer, self.spec.inputs[operand.input], operand.coords, (), ())
-            if axes == frozenset((0, 1)):  # else it repeats itself, and is small
-                block.line(prefetch(f"tl.where({conjunction(list(tile.masks.values()))}, {address}, {pointer})"))
-                asked += 1
-        return asked
-
-    def hinted(self, block: Block, j: str) -> None:
-        """Leaves of the keys that are asked for ahead those that a mask which is the same for all rows shows, as it lies in memory. A
-        kernel before this one may be writing it: past the L1 cache, so that the loads behind the wait do not find what is read here."""
-        mask, builder = self.plan.mask, self.builder
-        if not (isinstance(mask, t.Load) and mask.dtype == torch.bool and rows_of_mask(self.plan, self.queries == 1) == ""):
-            return
-        if any(isinstance(coord, t.Expr) for coord in mask.coords):
-            return
-        tile = self.tile("j", names={"j": j}, masked={"j": True})
-        pointer = builder.input(mask.input)
-        address, axes, _ = Printer(builder, block, tile).address(pointer, self.spec.inputs[mask.input], mask.coords, (), ())
-        if axes == frozenset((0,)):
-            block.comment("by the mask of the step before, if need be: nothing is computed from it")
-            block.line(f'{j}_in = tl.load({address}, mask={j}_in, other=0, cache_modifier=".cg")')
 
     # ------------------------------------------------------------------------------------------------------------------- keys
 
