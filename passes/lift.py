@@ -125,11 +125,12 @@ def _attention(node: fx.Node) -> Built:
         dead, k, v = [k, v], narrow_k, narrow_v
     heads_kv = _value(k).shape[1]
     if not isinstance(h, int) or not isinstance(heads_kv, int):
-        raise _refuse(node, "the number of heads is symbolic")
-    if heads_kv == 0 or h % heads_kv:
+        if not _same(h, heads_kv):
+            raise _refuse(node, "the number of heads is symbolic, and not surely that of keys and values")
+    elif heads_kv == 0 or h % heads_kv:
         raise _refuse(node, f"{h} query heads are no multiple of {heads_kv} key/value heads")
     # One key/value head is broadcast to all query heads without being asked to.
-    if h != heads_kv and heads_kv != 1 and not dead and not given["enable_gqa"]:
+    if not _same(h, heads_kv) and heads_kv != 1 and not dead and not given["enable_gqa"]:
         raise _refuse(node, f"{h} query heads and {heads_kv} key/value heads without enable_gqa")
     scale = given["scale"]
     if scale is None:

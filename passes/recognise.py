@@ -27,6 +27,7 @@ from dsi.patterns.rules.rms_norm_length import RmsNormLength
 from dsi.patterns.rules.rope import Rope
 from dsi.patterns.rules.rope_parts import RopeParts
 from dsi.patterns.rules.silu import Silu
+from dsi.patterns.rules.symbolic_heads import SymbolicHeads
 from dsi.patterns.rules.tanh import Tanh
 from dsi.patterns.rules.view_chain import ViewChain
 from torch import fx
@@ -37,6 +38,7 @@ RULES: tuple[type[Rule], ...] = (
     AttentionGrouped,
     AttentionOneHead,
     RepeatedHeads,
+    SymbolicHeads,
     LayerNormSpelled,
     LayerNorm,
     RmsNorm,

@@ -51,6 +51,7 @@ from .std_spelling import StdSpelling
 from .subtracted_term import SubtractedTerm
 from .sum_of_mean import SumOfMean
 from .swapped_contraction import SwappedContraction
+from .symbolic_heads import SymbolicHeads
 from .tanh import Tanh
 from .transpose_spelling import TransposeSpelling
 from .unsqueezed_view import UnsqueezedView
@@ -112,6 +113,7 @@ RULES: tuple[type[Rule], ...] = (
     SubtractedTerm,
     SumOfMean,
     SwappedContraction,
+    SymbolicHeads,
     Tanh,
     TransposeSpelling,
     UnsqueezedView,

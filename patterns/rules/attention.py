@@ -74,7 +74,7 @@ class Attention(Rule):
                 "keys",
                 permuted=lambda: op.view(op.maybe_contiguous(op.permute(k, [0, 1, 3, 2])), flat_k),
                 flattened=lambda: op.permute(op.view(op.maybe_contiguous(k), flat_k), [0, 2, 1]),
-                transposed=lambda: op.view(op.maybe_contiguous(k), flat_k),
+                transposed=lambda: op.view(op.maybe_contiguous(k, tag="k copy"), flat_k),
                 rows=lambda: op.permute(k, [0, 2, 1]),
                 columns=lambda: k,
             )
@@ -132,7 +132,7 @@ class Attention(Rule):
         # What is viewed without a copy can be viewed as [B, H, *, *] too, and so can what differs in dimensions of one entry only.
         free = {
             "q": m.tag("rows") == "plain" or (m.tag("q copy") == "plain" and m.tag("q scale") == "none" and m.cast("q wide") is None),
-            "k": m.tag("keys") in ("rows", "columns"),
+            "k": m.tag("keys") in ("rows", "columns") or (m.tag("k copy") == "plain" and m.cast("k wide") is None),
             "v": m.tag("values") == "plain" or m.tag("v copy") == "plain",
         }
         for name, shape in {"q": (b, h, s, d), "k": k, "v": (b, h, length, dv)}.items():

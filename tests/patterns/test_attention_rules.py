@@ -10,6 +10,8 @@ from dsi.ir.spec import check_graph, output_aliases
 from dsi.passes.normalise import normalise
 from dsi.passes.recognise import recognise
 
+from bench.families.trial import compiled_and_reports
+
 G = torch.Generator().manual_seed(5)
 B, H, S, L, D, DV = 2, 3, 5, 7, 4, 6
 MIN = torch.finfo(torch.float32).min
@@ -455,6 +457,60 @@ def test_repeated_heads_with_a_mask_and_symbolic_sizes():
     node, _ = stages(lambda q, k, v, m: torch.ops.dsi.attention(q, repeat(k, 3), repeat(v, 3), m, scale=0.5), QG, KG, VG, mask)
     assert node.args[1].meta["val"].shape[1] == 2
     assert node.args[3].op == "placeholder"
+
+
+@pytest.mark.parametrize("shape", [(B, H, D, L), (B, D, H, L)], ids=["keys by channels", "keys by channels, heads inside"])
+def test_keys_that_lie_by_channels(shape):
+    columns = (lambda k: k) if shape[1] == H else (lambda k: k.transpose(1, 2))
+    node, _ = stages(lambda q, k, v: (q @ columns(k) * 0.5).softmax(-1) @ v, Q, randn(*shape), V)
+    assert tuple(node.args[1].meta["val"].shape) == (B, H, L, D)
+    assert stages(lambda q, k, v: (q @ columns(k) * 0.5).softmax(-1) @ v.mT, Q, randn(*shape), V.mT.contiguous())[0] is not None
+
+
+def test_repeated_keys_that_lie_by_channels():
+    by_channels = lambda q, k, v: (q @ repeat(k, 3) * 0.5).softmax(-1) @ repeat(v, 3)  # noqa: E731
+    node, gm = stages(by_channels, QG, KG.mT.contiguous(), VG)
+    assert [tuple(a.meta["val"].shape) for a in node.args[1:3]] == [KG.shape, VG.shape]
+    assert not [t for t in aten_graphs.targets(gm) if "expand" in t or "clone" in t]
+    interleaved = lambda q, k, v: attend(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))  # noqa: E731
+    assert stages(interleaved, QG, KG, VG)[0].args[1].meta["val"].shape[1] == 2
+
+
+SYMBOLIC = {
+    "matmul": (lambda q, k, v, m: (q @ k.mT * 0.5 + m).softmax(-1) @ v, False),
+    "einsum": (
+        lambda q, k, v, m: torch.einsum("bhqk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.5 + m).softmax(-1), v),
+        True,
+    ),
+    "by queries": (
+        lambda q, k, v, m: torch.einsum(
+            "bqhk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bqhk", q, k) * 0.5 + m.transpose(1, 2)).softmax(-1), v
+        ),
+        True,
+    ),
+    "sdpa": (lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, scale=0.5), False),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [("matmul", (B, 1, S, L)), ("matmul", (1, H, 1, L)), ("einsum", (1, 1, S, L)), ("by queries", (B, 1, S, L)), ("sdpa", (1, 1, S, L))],
+)
+def test_a_symbolic_number_of_heads_is_part_of_the_batch(name, mask):
+    fn, rows = SYMBOLIC[name]
+    args = [*(t.transpose(1, 2).contiguous() if rows else t.clone() for t in (Q, K, V)), randn(*mask)]
+    for t in args:
+        for d in [d for d, size in enumerate(t.shape) if size > 1 and (d < 3 or t is args[3])]:
+            torch._dynamo.mark_dynamic(t, d)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled, reports = compiled_and_reports(fn)
+        torch.testing.assert_close(compiled(*args), fn(*args), rtol=1e-4, atol=1e-5)
+        if mask[1] == 1:
+            more = [*(torch.cat([t, t], 2 if rows else 1) for t in args[:3]), args[3]]
+            torch.testing.assert_close(compiled(*more), fn(*more), rtol=1e-4, atol=1e-5)
+    (report,) = reports
+    assert report.hits["symbolic_heads"] == 1 and not report.unfused, "for any number of heads, and a kernel can be made"
 
 
 WRONG_REPEATS = {
