@@ -54,7 +54,7 @@ class Loop:
     _states: dict[tuple[int, int], State] = field(default_factory=dict)
     _feeds: dict[tuple[int, int], Feed] = field(default_factory=dict)
     _compiled: set[Hashable] = field(default_factory=set)
-    _looked: int = 0
+    _place: tuple[int, int, int] = (0, 0, 0)  # which model and which memory steps were recorded for
     _running: bool = False
     last_step: Hashable = None  # the key of the decode step that was run last
     last_prompt: Hashable = None  # and of the prompt
@@ -99,14 +99,16 @@ class Loop:
 
     def _run(self, request: Request, looked: int) -> Made:
         rows = request.ids.shape[0]
-        moved = self._moved()
+        moved = self.store.grown
         cache = self._cache(rows, request.total)
-        if self.store.grown != moved[0]:
+        if self.store.grown != moved:
             self._states.clear()
         behind = None if self.sources is None or request.source is None else self.sources.hold(cache, *request.source)
-        if self._moved() != moved or self._looked != looked:
+        # What was recorded is for a model and for memory that stay where they are.
+        place = looked, self.store.grown, 0 if self.sources is None else self.sources.grown
+        if self._place != place:
             self.steps.forget()
-            self._looked = looked
+            self._place = place
         if request.past is not None and request.held:
             take_over(cache, request.past, request.held, self.store.slots - request.held if self.decoder.rolls else 0)
         state = self._state(rows)
@@ -137,10 +139,6 @@ class Loop:
         return replay, rewind, 1 if prompt else new - 1
 
     # ------------------------------------------------------------------------------------------------------------------- buffers
-
-    def _moved(self) -> tuple[int, int]:
-        """How often the memory of the cache has moved, and that for sources."""
-        return self.store.grown, 0 if self.sources is None else self.sources.grown
 
     def _cache(self, rows: int, total: int) -> Cache:
         """An empty cache for `total` tokens a row; with room for more, so that it need not grow soon, if the memory is there."""

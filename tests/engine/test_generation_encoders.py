@@ -268,3 +268,28 @@ def test_a_source_that_a_mask_changes_in_a_way_of_its_own():
     made = generator.generate(**given, max_new_tokens=2)
     assert "with a source that is padded" in generator.why_not_ours
     assert torch.equal(made, model.generate(**given, max_new_tokens=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [gated_t5, bart, m2m])
+def test_a_token_is_one_launch_on_a_gpu(make):
+    model = make().cuda()
+    generator, how = Generator(model, max_out_tokens=40), dict(max_new_tokens=NEW, eos_token_id=None)
+    for rows, length in ((1, 7), (3, 20), (2, 9), (1, 300 if make is gated_t5 else 30)):
+        given = {name: value.cuda() for name, value in text(rows, length, model.config.pad_token_id).items()}
+        for _ in range(PROMPT_RUNS + 1):
+            same(generator, given, **how)
+        launched = generator.loop.steps.launched
+        same(generator, given, **how)
+        assert generator.loop.steps.launched - launched == NEW and generator.loop.steps.problem == ""
+
+
+@pytest.mark.gpu
+def test_whisper_on_a_gpu():
+    model = whisper().cuda()
+    generator = Generator(model, max_out_tokens=40)
+    for rows in (1, 2, 1):
+        sound = torch.randn(rows, 16, 40, generator=torch.Generator().manual_seed(rows)).cuda()
+        ours = generator.generate(input_features=sound, max_new_tokens=8)
+        assert generator.why_not_ours == ""
+        assert torch.equal(ours, model.generate(input_features=sound, max_new_tokens=8))
