@@ -169,14 +169,14 @@ class AttentionDecode(AttentionTiles):
                 self.key_mask = True
             k.append(self.keys_of(body))
             v.append(self.values_of(body))
-        sight = bits_of_parts(self, stop) if meets and not self.early else ""
+        sight = bits_of_parts(self, stop, self.keys_of_part) if meets and not self.early else ""
         if self.early:
             # For compilers, which move no load over it; nothing is computed before q is there.
             body.comment("all that is loaded above is under way before anything is waited for")
             body.line("tl.debug_barrier()")
             self.load_queries()
         if meets:
-            self.parts = parts_in_sight(self, self.part, sight or bits_of_parts(self, stop))
+            self.parts = parts_in_sight(self, self.part, sight or bits_of_parts(self, stop, self.keys_of_part))
         for number, j in enumerate(chunks):
             self.keys_at = j
             self.scores(body, k[number])

@@ -114,8 +114,8 @@ def scan(kernel: AttentionTiles, count: sympy.Expr | str, key: Callable[[str], s
     return Seen(names["first_seen"], names["end_seen"], names["first_common"], names["end_common"])
 
 
-def bits_of_parts(kernel: AttentionTiles, end: str) -> str:
-    """Writes a look at the whole mask, `choice.block_s` keys a step, for a kernel of which part p has the p-th run of keys and no other;
+def bits_of_parts(kernel: AttentionTiles, end: str, run: str) -> str:
+    """Writes a look at the whole mask, `choice.block_s` keys a step, for a kernel of which part p has the p-th run of `run` keys alone;
     returns the source of an integer with a bit for each part that holds a key that some row sees. Its loads are written here, its end is
     where the source is used."""
     builder, body, step = kernel.builder, kernel.builder.body, kernel.choice.block_s
@@ -132,7 +132,7 @@ def bits_of_parts(kernel: AttentionTiles, end: str) -> str:
     if ended:
         block.line(f"{builder.names.new(names['j_seen'] + '_in')} = {names['j_seen']} < {end}")
     some, _ = _visible(kernel, block, rows, all_rows, masked, names, ended=ended)
-    part = f"({names['j_seen']} // {kernel.keys_of_part})"
+    part = f"({names['j_seen']} // {run})"
     found = f"tl.where({some}, 1 << {part}, 0)"
     block.line(f"{bits} = {found if one_step else f'{bits} | {found}'}")
     if not one_step:
