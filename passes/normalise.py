@@ -22,6 +22,7 @@ from dsi.patterns.rules.norm_of_sum import NormOfSum
 from dsi.patterns.rules.outer_product import OuterProduct
 from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.permuted_scores import PermutedScores
+from dsi.patterns.rules.regrouped_term import RegroupedTerm
 from dsi.patterns.rules.scaled_queries import ScaledQueries
 from dsi.patterns.rules.scaled_terms import ScaledTerms
 from dsi.patterns.rules.shifted_softmax import ShiftedSoftmax
@@ -70,6 +71,7 @@ RULES: tuple[type[Rule], ...] = (
     VarMeanParts,
     SumOfMean,
     KeptDimension,
+    RegroupedTerm,  # before SoftmaxView, which moves the second view away
     SoftmaxView,
     FilledParts,
     SoftmaxSpelled,

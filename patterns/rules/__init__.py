@@ -30,6 +30,7 @@ from .outer_product import OuterProduct
 from .partial_rope import PartialRope
 from .permute_chain import PermuteChain
 from .permuted_scores import PermutedScores
+from .regrouped_term import RegroupedTerm
 from .relu import Relu
 from .repeated_heads import RepeatedHeads
 from .rms_norm import RmsNorm
@@ -92,6 +93,7 @@ RULES: tuple[type[Rule], ...] = (
     PartialRope,
     PermuteChain,
     PermutedScores,
+    RegroupedTerm,
     Relu,
     RepeatedHeads,
     RmsNorm,

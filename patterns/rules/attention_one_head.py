@@ -20,19 +20,22 @@ class AttentionOneHead(Rule):
     }
     dtypes = {"keep": torch.bool}
 
-    def pattern(self, op, q, k, v, mask, keep, scale, q_scale, fill, alpha, beta, narrow):
+    def pattern(self, op, q, k, v, mask, position, keep, scale, q_scale, fill, alpha, beta, narrow):
         scaled_q = op.either("q scale", mul=lambda: q * q_scale, div=lambda: q / q_scale, none=lambda: q)
         rows = op.maybe_contiguous(op.maybe_cast(scaled_q, torch.float32, tag="q wide")).named("rows")
         wide_k = op.maybe_cast(k, torch.float32, tag="k wide")
         columns = op.maybe_contiguous(op.either("keys", rows=lambda: op.permute(wide_k, [0, 2, 1]), columns=lambda: wide_k))
-        product = op.either(
-            "product",
-            plain=lambda: op.bmm(rows, columns),
-            biased=lambda: op.baddbmm(mask, rows, columns, beta=beta, alpha=alpha),
-        ).named("product")
-        scores = op.either("scale", mul=lambda: product * scale, div=lambda: product / scale, none=lambda: product)
-        chosen = op.either("choice", **filled(op, scores, keep, fill), none=lambda: scores)
-        masked = op.either("mask", added=lambda: chosen + mask, none=lambda: chosen)
+
+        def plain():
+            product = op.bmm(rows, columns).named("product")
+            scores = op.either("scale", mul=lambda: product * scale, div=lambda: product / scale, none=lambda: product)
+            chosen = op.either("choice", **filled(op, scores, keep, fill), none=lambda: scores)
+            return op.either("mask", added=lambda: chosen + mask, twice=lambda: (scores + position) + mask, none=lambda: chosen)
+
+        def biased():
+            return op.baddbmm(mask, rows, columns, beta=beta, alpha=alpha).named("product")
+
+        masked = op.either("product", plain=plain, biased=biased)
         softmax = op.softmax(op.maybe_cast(masked, torch.float32, tag="wide"), -1)
         weights = op.maybe_contiguous(op.maybe_cast(softmax, narrow, tag="narrow")).named("weights")
         return op.bmm(weights, op.maybe_contiguous(v))
@@ -44,15 +47,13 @@ class AttentionOneHead(Rule):
         m.require(m.same(m.shape("k"), k), f"the keys are {list(m.shape('k'))}, not {list(k)}")
         check_dtypes(m, "weights", casts=("q wide", "k wide", "wide"))
         check_numbers(m, "scale", "q_scale", "alpha")
-        if m.present("mask"):
-            m.require(m.dtype("mask").is_floating_point, f"the mask that is added is {m.dtype('mask')}")
-            m.require(
-                m.broadcasts(m.shape("mask"), scores), f"the mask {list(m.shape('mask'))} does not surely broadcast to {list(scores)}"
-            )
-        if m.tag("product") == "biased":
-            m.require(m.tag("mask") == "none" and not m.present("keep"), "more than one term is added to the scores")
-            m.require(m.beta == 1, f"the bias counts {m.beta} times")
-            m.require(m.tag("scale") == "none", "the bias is scaled with the scores")
+        for name in ("mask", "position"):
+            if m.present(name):
+                m.require(m.dtype(name).is_floating_point, f"the {name} that is added is {m.dtype(name)}")
+                m.require(
+                    m.broadcasts(m.shape(name), scores), f"the {name} {list(m.shape(name))} does not surely broadcast to {list(scores)}"
+                )
+        m.require(m.tag("product") == "plain" or m.beta == 1, f"the bias counts {m.beta} times")
         if m.present("keep"):
             check_choice(m, "product")
 
@@ -63,16 +64,23 @@ class AttentionOneHead(Rule):
         scale = folded_scale(m) * (m.alpha if m.present("alpha") else 1.0)
         k = m.k if m.tag("keys") == "rows" else dsi.aten.permute(m.k, [0, 2, 1])
         mask = one_head(m.mask) if m.present("mask") else None
-        bias = one_head(chosen_bias(dsi, m, inverted=m.tag("choice") == "masked_fill")) if m.present("keep") else None
+        bias = one_head(m.position) if m.present("position") else None
+        bias = one_head(chosen_bias(dsi, m, inverted=m.tag("choice") == "masked_fill")) if m.present("keep") else bias
         result = dsi.attention(one_head(m.q), one_head(k), one_head(m.v), mask, bias, None, scale=float(scale))
         return dsi.aten.squeeze(result, 1)
 
     def sample(self, s):
         b, t, length, d = s.size("B"), s.size("S"), s.size("L"), s.size("D")
+        values = s.defaults()
+        inverted = s.chosen("choice") == "masked_fill"
+        keep = s.mask_of(s.pick(([b, t, length], [1, t, length], [t, length])), invert=inverted)
+        if values["fill"] > float("-inf"):
+            keep[..., 0, :] = inverted  # a row that sees no key
         return {
-            **s.defaults(),
+            **values,
             "narrow": s.dtype,
             "k": s.tensor_of([b, length, d] if s.chosen("keys") == "rows" else [b, d, length]),
+            "position": s.tensor_of(s.pick(([b, t, length], [t, 1]))),
             "mask": s.tensor_of(s.pick(([b, t, length], [1, t, length], [t, length], [b, 1, length]))),
-            "keep": s.mask_of(s.pick(([b, t, length], [1, t, length], [t, length])), invert=s.chosen("choice") == "masked_fill"),
+            "keep": keep,
         }

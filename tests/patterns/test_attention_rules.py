@@ -644,6 +644,42 @@ def test_heads_and_batch_exchanged_in_an_operand_are_read_so():
     assert stages(einsum("bhqd,bhkd->hbqk", "bhqk,bhkd->bhqd"), *CUBE)[0] is not None
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_mask_of_windows(twice):
+    """As Swin has it: scores [B · windows, H, S, L], a mask a window; version 2 adds it twice."""
+    windows = 3
+
+    def attend(q, k, v, positions, mask):
+        scores = (q @ k.mT * 0.5 + positions).view(B, windows, H, S, L) + mask[None, :, None]
+        scores = scores + mask[None, :, None] if twice else scores
+        return scores.view(B * windows, H, S, L).softmax(-1) @ v
+
+    q, k, v = (randn(B * windows, H, *size) for size in ((S, D), (L, D), (L, DV)))
+    node, _ = stages(attend, q, k, v, randn(1, H, S, L), randn(windows, S, L))
+    assert argument(node, "mask") is not None and argument(node, "bias") is not None
+
+
+def test_positions_by_row_and_column():
+    """As ViTDet and SAM have them: scores [B, rows · columns, rows · columns], a term for the rows of keys and one for their columns."""
+    rows, columns = 2, 3
+
+    def attend(q, k, v, by_row, by_column):
+        scores = (q @ k.mT).view(B, rows, columns, rows, columns) + by_row[..., None] + by_column[..., None, :]
+        return scores.view(B, rows * columns, rows * columns).softmax(-1) @ v
+
+    args = (*(randn(B, rows * columns, D) for _ in range(3)), randn(B, rows, columns, rows), randn(B, rows, columns, columns))
+    node, _ = stages(attend, *args)
+    assert argument(node, "mask") is not None and argument(node, "bias") is not None
+
+    def turned(q, k, v, by_row, by_column):
+        scores = (q @ k.mT).view(B, columns, rows, columns, rows) + by_column.transpose(1, 2)[..., None]
+        return scores.view(B, rows * columns, rows * columns).softmax(-1) @ v
+
+    assert stages(turned, *args)[0] is not None, "and the numbers are compared"
+    cut = lambda q, k, v, m: ((q @ k.mT).view(B, 4, 9) + m).view(B, 6, 6).softmax(-1) @ v  # noqa: E731
+    assert stages(cut, *args[:3], randn(B, 4, 9))[0] is None, "a view that cuts rows"
+
+
 ONE_HEAD = (randn(B, S, D), randn(B, L, D), randn(B, L, DV))
 ONE_HEAD_SPELLINGS = {
     "matmul": (lambda q, k, v: attend(q, k, v), 0.5),
@@ -685,7 +721,7 @@ SAME = tuple(randn(3, 3, 3) for _ in range(3))
         lambda q, k, v: (q @ k.mT).softmax(-1).transpose(0, 1) @ v,
         lambda q, k, v: torch.baddbmm(q, q, k.mT, beta=2.0).softmax(-1) @ v,
         lambda q, k, v: (torch.baddbmm(q, q, k.mT) * 0.5).softmax(-1) @ v,
-        lambda q, k, v: (q @ k.mT + q + k).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT + q + k + v).softmax(-1) @ v,
         lambda q, k, v: (q @ k.mT).masked_fill(v > 0, -5.0).softmax(-1) @ v,
         lambda q, k, v: (lambda w: (w @ v, w))((q @ k.mT).softmax(-1)),
     ],
