@@ -26,6 +26,7 @@ from dsi.patterns.rules.regrouped_term import RegroupedTerm
 from dsi.patterns.rules.scaled_queries import ScaledQueries
 from dsi.patterns.rules.scaled_terms import ScaledTerms
 from dsi.patterns.rules.shifted_softmax import ShiftedSoftmax
+from dsi.patterns.rules.sink_after import SinkAfter
 from dsi.patterns.rules.softmax_cast import SoftmaxCast
 from dsi.patterns.rules.softmax_spelled import SoftmaxSpelled
 from dsi.patterns.rules.softmax_view import SoftmaxView
@@ -85,6 +86,7 @@ RULES: tuple[type[Rule], ...] = (
     ViewedProduct,
     SwappedContraction,
     NormOfSum,
+    SinkAfter,
 )
 
 

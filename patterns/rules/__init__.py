@@ -42,6 +42,7 @@ from .scaled_queries import ScaledQueries
 from .scaled_terms import ScaledTerms
 from .shifted_softmax import ShiftedSoftmax
 from .silu import Silu
+from .sink_after import SinkAfter
 from .softmax_cast import SoftmaxCast
 from .softmax_spelled import SoftmaxSpelled
 from .softmax_view import SoftmaxView
@@ -105,6 +106,7 @@ RULES: tuple[type[Rule], ...] = (
     ScaledTerms,
     ShiftedSoftmax,
     Silu,
+    SinkAfter,
     SoftmaxCast,
     SoftmaxSpelled,
     SoftmaxView,

@@ -36,5 +36,5 @@ class FillChain(Rule):
 
 
 def holds(dtype, number):
-    """Whether a number of this dtype can be that one but for rounding: `masked_fill` takes no other, where a choice makes it infinite."""
-    return math.isinf(number) or abs(number) <= torch.finfo(dtype).max
+    """Whether a number of this dtype, a float, can be that one but for rounding: `masked_fill` takes no other, a choice makes it infinite."""
+    return dtype.is_floating_point and (math.isinf(number) or abs(number) <= torch.finfo(dtype).max)

@@ -6,6 +6,10 @@ Seen in: `scores / torch.sqrt(torch.tensor(d))`, scales kept in buffers, learned
 
 import torch
 from dsi.patterns.rule import Rule
+from dsi.patterns.vocabulary import OPS
+from torch import fx
+
+_PASSED_ON = {target for name in ("view", "clone", "cast", "slice", "masked_fill") for target in OPS[name].overloads}
 
 
 class ScaledQueries(Rule):
@@ -23,6 +27,7 @@ class ScaledQueries(Rule):
     def check(self, m):
         scores, factor = m.shape("scores"), m.shape("factor")
         m.require(m.dtype("q").is_floating_point and m.dtype("factor").is_floating_point, "it is of integers")
+        m.require(not is_softmax(m.q), "it scales what attention gives, not its scores")
         m.require(m.output().dtype == m.dtype("q"), f"q is {m.dtype('q')}, the scaled scores are {m.output().dtype}")
         m.require(m.broadcasts(factor, scores), f"the factor {list(factor)} does not surely broadcast to {list(scores)}")
         if is_one(m):
@@ -55,6 +60,13 @@ class ScaledQueries(Rule):
             "flat": [b * h, t, d],
             "sizes": [b, h, t, length],
         }
+
+
+def is_softmax(x):
+    """Whether a node is the weights of attention, copied or cast; of a sample there is no telling."""
+    while isinstance(x, fx.Node) and x.target in _PASSED_ON:
+        x = x.args[0]
+    return isinstance(x, fx.Node) and x.target in OPS["softmax"].overloads
 
 
 def is_one(m):

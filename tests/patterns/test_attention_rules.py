@@ -155,6 +155,38 @@ def test_a_factor_that_differs_between_keys_is_left(shape):
     assert stages(lambda q, k, v, f: (q @ k.mT * f).softmax(-1) @ v, Q, K, V, torch.rand(shape, generator=G))[0] is None
 
 
+@pytest.mark.parametrize("shape", [(H, 1, 1), (B, H, S, 1), ()], ids=str)
+def test_a_factor_of_the_result_is_none_of_the_scores(shape):
+    gate = torch.rand(shape, generator=G)
+    for fn in (
+        lambda q, k, v, g: attend(q, k, v) * g,
+        lambda q, k, v, g: ((q @ k.mT).float().softmax(-1).to(BF) @ v) * g,
+        lambda q, k, v, g: (q @ k.mT).softmax(-1) @ (v * g[..., :1, :] if g.dim() else v * g),
+    ):
+        args = [t.to(BF) for t in (Q, K, V, gate)]
+        assert stages(fn, *args)[0] is not None
+
+
+def test_sinks_that_scale_the_result():
+    """As Granite's sliding windows do."""
+
+    def attend_less(q, k, v, sinks, mask, dim=1):
+        scores = q @ k.mT * 0.5 + mask
+        shape = [1, 1, 1]
+        shape[dim] = -1
+        less = (torch.logsumexp(scores, -1) - sinks.view(shape)).float().sigmoid()
+        attended = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+        return attended * less.unsqueeze(-1).to(q.dtype)
+
+    node, _ = stages(attend_less, Q, K, V, randn(H), MASK.clamp(min=-1e20))
+    assert argument(node, "sinks").op == argument(node, "mask").op == "placeholder"
+    half = [t.to(BF) for t in (Q, K, V, randn(H), MASK.clamp(min=-1e20))]
+    assert argument(stages(attend_less, *half)[0], "sinks") is not None
+    a_row = lambda q, k, v, sinks, mask: attend_less(q, k, v, sinks, mask, dim=2)  # noqa: E731
+    node, _ = stages(a_row, Q, K, V, randn(S), MASK.clamp(min=-1e20))
+    assert argument(node, "sinks") is None
+
+
 SCALED_LATE = {
     "two factors": (lambda q, k, v, m: (q @ k.mT / 4 * 0.5).softmax(-1) @ v, 0.125),
     "a mask is scaled, too": (lambda q, k, v, m: ((q @ k.mT + m) * 0.5).softmax(-1) @ v, 0.5),
@@ -194,6 +226,21 @@ def test_scores_that_are_at_least_the_lowest_number(bound):
     assert stages(lambda q, k, v, m: torch.clamp(q @ k.mT * 0.5 + m, min=-5.0).softmax(-1) @ v, Q, K, V, MASK)[0] is None
 
 
+def test_scores_that_are_hidden_before_they_are_bounded():
+    """The bound is for rows that see no key: they have equal weights."""
+    fn = lambda q, k, v, m: torch.clamp((q @ k.mT).masked_fill(m, float("-inf")) + MASK, min=MIN).softmax(-1) @ v  # noqa: E731
+    assert stages(fn, Q, K, V, torch.ones(S, L, dtype=torch.bool))[0] is None, "stages compares the numbers"
+
+
+def test_scores_of_integers_are_left():
+    """Whose numbers have no lowest one, and no infinity."""
+    scores, keep = torch.randint(-5, 5, (B, S, H, L), generator=G), torch.rand(B, H, S, L, generator=G) < 0.5
+    permuted = lambda x, m: torch.where(m, x.transpose(1, 2), -5).float().softmax(-1).transpose(1, 2)  # noqa: E731
+    moved = lambda x, m: x.view(B * H, 1, S, L).masked_fill(m, -5).float().softmax(-1).view(B * H, S, L)  # noqa: E731
+    assert stages(permuted, scores, keep)[0] is None
+    assert stages(moved, scores.view(B * H, S, L), keep.view(B * H, 1, S, L))[0] is None
+
+
 def test_a_third_term():
     """As XLNet and Funnel have it; a fourth is one too many."""
     terms = (randn(1, H, S, L), randn(B, 1, 1, L), MASK)
@@ -215,11 +262,18 @@ def test_terms_that_are_subtracted_and_scaled():
 
 
 def test_scores_less_their_greatest():
-    for shift in (lambda s: s.amax(-1, keepdim=True), lambda s: s.max(-1, keepdim=True).values, lambda s: s[..., :1]):
+    for shift in (lambda s: s.amax(-1, keepdim=True), lambda s: s.max(-1, keepdim=True).values):
         node, _ = stages(lambda q, k, v, shift=shift: (lambda s: (s - shift(s)).softmax(-1) @ v)(q @ k.mT * 0.5), Q, K, V)
         assert node.kwargs["scale"] == 0.5
     node, _ = stages(lambda q, k, v: (lambda s: (s - s.amax(-2, keepdim=True)).softmax(-1) @ v)(q @ k.mT), Q, K, V)
     assert node is None, "less the greatest of the queries"
+
+
+def test_scores_less_what_drowns_them():
+    """Queries that are padding see all keys alike."""
+    padding = torch.tensor([0.0, 1e30, 0.0, 1e30, 1e30])[:, None]
+    node, _ = stages(lambda q, k, v, p: (q @ k.mT - p).softmax(-1) @ v, Q, K, V, padding)
+    assert node is None, "stages compares the numbers"
 
 
 @pytest.mark.parametrize("fill", [float("-inf"), MIN, -1e9])
