@@ -36,5 +36,5 @@ class FillChain(Rule):
 
 
 def holds(dtype, number):
-    """Whether a number of this dtype, a float, can be that one but for rounding: `masked_fill` takes no other, a choice makes it infinite."""
+    """Whether a number of this floating dtype can be that one but for rounding: `masked_fill` takes no other, `where` makes an infinity."""
     return dtype.is_floating_point and (math.isinf(number) or abs(number) <= torch.finfo(dtype).max)

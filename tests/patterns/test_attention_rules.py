@@ -228,8 +228,8 @@ def test_scores_that_are_at_least_the_lowest_number(bound):
 
 def test_scores_that_are_hidden_before_they_are_bounded():
     """The bound is for rows that see no key: they have equal weights."""
-    fn = lambda q, k, v, m: torch.clamp((q @ k.mT).masked_fill(m, float("-inf")) + MASK, min=MIN).softmax(-1) @ v  # noqa: E731
-    assert stages(fn, Q, K, V, torch.ones(S, L, dtype=torch.bool))[0] is None, "stages compares the numbers"
+    fn = lambda q, k, v, m, n: torch.clamp((q @ k.mT).masked_fill(m, float("-inf")) + n, min=MIN).softmax(-1) @ v  # noqa: E731
+    assert stages(fn, Q, K, V, torch.ones(S, L, dtype=torch.bool), MASK)[0] is None, "stages compares the numbers"
 
 
 def test_scores_of_integers_are_left():
