@@ -33,6 +33,8 @@ def why_aside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     for value in example_inputs:
         if isinstance(value, torch.Tensor) and (is_traceable_wrapper_subclass(value) or type(value) not in _PLAIN):
             return f"an input is a tensor subclass ({type(value).__name__})"
+        if isinstance(value, torch.Tensor) and value._is_zerotensor():
+            return "an input is a tensor of zeros without memory, as some derivatives are"
     memory = MemoryGuard(example_inputs)
     for node in _nodes(gm):
         if reason := _node_reason(node) or memory.why_not(node):

@@ -17,6 +17,8 @@ from torch import Tensor
 # Rows up to which a form was the fastest on an AVX-512 CPU with VNNI, weights of 576 x 576 to 4096 x 4096.
 REDUCED, REDUCED_IN_GROUPS, PACKED_BF16 = 2, 8, 8
 LARGEST_K = 1 << 17  # products of two int8 that an int32 can sum: 128 * 127 * K < 2**31
+# What ATen's kernels take: `_int_mm` of one product a sum gives whatever was in memory, `_weight_int8pack_mm` reads whole vectors.
+SMALLEST_K, WHOLE_VECTORS = 2, 32
 
 _BASE = 256
 
@@ -40,14 +42,14 @@ def linear_int8(
     rows: Any = flat.shape[0]
     few = rows if isinstance(rows, int) else LARGEST_K
     steps: Tensor | None = None
-    integers = not group and has_integer_products() and k < LARGEST_K
+    integers = not group and has_integer_products() and SMALLEST_K <= k < LARGEST_K
     if activations:
         flat, steps = quantise_rows(flat)
     if activations and integers:
         result = torch._int_mm(flat, entries.t()).float() * scales.float()
     elif few <= (REDUCED_IN_GROUPS if group or not integers else REDUCED) and not kn:
         result = _reduced(flat, entries, scales, group)
-    elif integers and flat.dtype == torch.bfloat16 and few <= PACKED_BF16 and not kn:
+    elif integers and flat.dtype == torch.bfloat16 and few <= PACKED_BF16 and not kn and k % WHOLE_VECTORS == 0:
         # Its own scales are bf16, too coarse: they are ones here, computed, as Inductor takes none that are a constant.
         ones = _in_memory((scales >= 0).to(flat.dtype))
         result = torch.ops.aten._weight_int8pack_mm(flat, entries, ones).float() * scales.float()

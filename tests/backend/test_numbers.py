@@ -60,3 +60,14 @@ def test_numbers_are_eagers(function, inputs, executor, dynamic):
     with torch.no_grad():
         got = torch.compile(function, backend="dsi", dynamic=dynamic, options={"executor": executor})(*copy.deepcopy(inputs))
         torch.testing.assert_close(got, function(*inputs), equal_nan=True)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_derivative_of_zeros_has_no_memory_to_be_read(before):
+    x = torch.ones(3, requires_grad=True)
+    (zeros,) = torch.autograd.grad(torch.sgn(x).sum(), x)
+    assert zeros._is_zerotensor()
+    compiled = torch.compile(lambda x: x[-1] + 10, backend="dsi")
+    if before:
+        assert compiled(torch.ones(3)) == 11
+    assert compiled(zeros) == 10
