@@ -141,7 +141,7 @@ class Printer(IndexPrinter):
         tensor = self.builder.spec.inputs[expr.input]
         pointer = self.builder.input(expr.input)
         address, axes, masks = self.address(pointer, tensor, expr.coords, point, guard)
-        inside = conjunction(masks) if masks and is_float(expr.dtype) and not raw else ""
+        inside = conjunction(masks) if masks and is_float(expr.dtype) else ""
         if axes and axes == self.tile.thin and expr.dtype.itemsize == 2:
             axes = frozenset(range(len(self.tile.shape)))
             address = f"tl.broadcast_to({address}, {self.tile.dims(axes)})"
@@ -160,7 +160,9 @@ class Printer(IndexPrinter):
         if is_float(expr.dtype) and expr.dtype != torch.float32 and not raw:
             code = f"{self.block.name_of(code) or code}.to(tl.float32)"
         if inside:  # eager raises; a row of zeros would go unnoticed
-            code = f'tl.where({inside}, {code}, float("nan"))'
+            narrow = raw and expr.dtype != torch.float32
+            loaded = self.statement(code, axes, hint or tensor.name or f"in{expr.input}").code if narrow else code
+            code = f'tl.where({inside}, {loaded}, float("nan"))' + (f".to({triton_type(expr.dtype)})" if narrow else "")
         return self.statement(code, axes, hint or tensor.name or f"in{expr.input}")
 
     def address(self, pointer: str, tensor: t.Tensor, coords, point: Point, guard) -> tuple[str, frozenset[int], list[str]]:
