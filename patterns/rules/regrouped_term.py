@@ -21,6 +21,8 @@ class RegroupedTerm(Rule):
     def check(self, m):
         x, apart = m.shape("x"), m.shape("apart")
         m.require(m.same(m.output().shape, x), f"{list(apart)} is viewed as {list(m.output().shape)}, not as {list(x)} again")
+        # Batch and heads alone are told apart by attention itself, which repeats no mask for that.
+        m.require(len(apart) > 4, f"{list(apart)} are batch, heads, queries and keys")
         m.require(len(apart) > len(x) and groups_of(m) is not None, f"{list(apart)} does not only split dimensions of {list(x)}")
         for name in ("term", "second"):
             if m.present(name):
@@ -49,8 +51,8 @@ class RegroupedTerm(Rule):
             (
                 ([a * b, c, d, e], [a, b, c, d, e], ([1, b, 1, d, e], [b, 1, 1, 1], [a, 1, c, d, 1], [1, 1, 1, d, e])),
                 ([a, b * c, d * e], [a, b, c, d, e], ([a, b, c, d, 1], [a, b, c, 1, e], [1, 1, c, 1, 1], [d, e])),
-                ([a, b * c], [a, b, c], ([c], [b, 1])),
-                ([a, b * c], [a, c, b], ([b], [c, 1])),
+                ([a, b * c, d], [a, b, c, d, 1], ([c, d, 1], [b, 1, 1, 1])),
+                ([a, b * c, d], [a, c, b, d, 1], ([b, 1, 1], [c, 1, d, 1])),
             )
         )
         return {
