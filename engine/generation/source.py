@@ -111,7 +111,7 @@ class SourceStore:
         every = self._states.view(-1)[: rows * self.places * self.shape.width].view(rows, self.places, self.shape.width)
         if not masked:
             return Behind(own, cross, fed, None, False), Behind(own, cross, every, None, True)
-        seen = self._masks.setdefault(rows, torch.zeros(rows, self.places, dtype=torch.int64, device=self.device))
+        seen = self._mask(rows)
         for kept in (hides, seen):
             kept.zero_()
             kept[:, :n] = 1 if mask is None else mask != 0
@@ -128,6 +128,12 @@ class SourceStore:
                 torch._dynamo.maybe_mark_dynamic(mask, 1)
             self._parts[rows, places] = states, mask
         return self._parts[rows, places]
+
+    def _mask(self, rows: int) -> Tensor:
+        """Which of all places are seen, for decode steps: int64 [rows, places]."""
+        if rows not in self._masks:
+            self._masks[rows] = torch.zeros(rows, self.places, dtype=torch.int64, device=self.device)
+        return self._masks[rows]
 
     def _cross(self, rows: int) -> Cache:
         if rows not in self._crosses:
