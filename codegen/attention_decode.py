@@ -43,6 +43,10 @@ class AttentionDecode(AttentionTiles):
     """Writes the kernel of one attention plan under one choice: `split` programs a block of rows; `block_s` as in `Attention`."""
 
     def __init__(self, spec: t.KernelSpec, choice: Choice):
+        if choice.live not in ("", "parts", "seen", "dealt"):
+            raise ValueError(f"a choice has live={choice.live!r}; known ways: parts, seen, dealt")
+        if choice.chunks < 1:
+            raise ValueError(f"a choice has {choice.chunks} chunks of keys; a program takes 1 at least")
         self.matrix = choice.block_m >= LEAST_OF_A_PRODUCT
         super().__init__(spec, choice)
         self.rows_at = "" if self.single else "[:, None]"

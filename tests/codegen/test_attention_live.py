@@ -180,6 +180,14 @@ def test_without_a_mask_to_look_at_all_meet(live):
         assert sources[0] == sources[1]
 
 
+def test_other_ways_are_refused():
+    spec = plans.attention(F16, 1, 2, 2, 1, KEYS, mask="bool").spec
+    with pytest.raises(ValueError, match="live='everyone'; known ways: parts, seen, dealt"):
+        generate(spec, replace(DECODE, live="everyone"), H200)
+    with pytest.raises(ValueError, match="0 chunks of keys"):
+        generate(spec, replace(DECODE, chunks=0), H200)
+
+
 def test_source(golden):
     with torch.device("meta"):
         spec = plans.attention(F16, 1, 12, 12, 1, 512, 64, mask="bool").spec
