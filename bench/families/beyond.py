@@ -54,6 +54,7 @@ OTHERS: dict[str, Family] = {
         ("num_layers",),
         EAGER,
     ),
+    "Granite sinks": causal("GraniteSWA", EAGER, **BASE, num_key_value_heads=2, sliding_window=WINDOW),
     "Mixtral": causal("Mixtral", **BASE, num_key_value_heads=2, num_local_experts=4, sliding_window=None),
     "Qwen2-MoE": causal(
         "Qwen2Moe",
@@ -73,6 +74,17 @@ OTHERS: dict[str, Family] = {
     "DeBERTa 2": encoder(
         "DebertaV2", EAGER, **SIZES, intermediate_size=96, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8
     ),
+    "XLNet": from_config(
+        "encoder", "AutoModel", "XLNet", dict(vocab_size=VOCAB, d_model=HIDDEN, n_head=4, d_inner=96), ("n_layer",), EAGER
+    ),
+    "Funnel": from_config(
+        "encoder",
+        "AutoModelForMaskedLM",
+        "Funnel",
+        dict(vocab_size=VOCAB, d_model=HIDDEN, n_head=4, d_head=16, d_inner=96, block_sizes=[1, 1], num_decoder_layers=1),
+        (),
+        EAGER,
+    ),
     "ModernBERT": encoder("ModernBert", **BASE, local_attention=WINDOW, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),
     "ViT": from_config(
         "vision", "AutoModel", "ViT", dict(hidden_size=HIDDEN, num_attention_heads=4, intermediate_size=96, image_size=24, patch_size=8)
@@ -84,6 +96,14 @@ OTHERS: dict[str, Family] = {
         dict(hidden_size=HIDDEN, num_attention_heads=4, intermediate_size=96, image_size=24, patch_size=8),
     ),
     "DINOv2": from_config("vision", "AutoModel", "Dinov2", dict(hidden_size=HIDDEN, num_attention_heads=4, image_size=24, patch_size=8)),
+    "Swin v2": from_config(
+        "vision",
+        "AutoModel",
+        "Swinv2",
+        dict(image_size=24, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=3),
+        (),
+        EAGER,
+    ),
     "BART": _seq2seq("Bart", **TOKENS),
     "Pegasus": _seq2seq("Pegasus", **TOKENS),
     "Marian": _seq2seq("Marian", **TOKENS, decoder_start_token_id=0),

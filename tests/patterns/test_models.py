@@ -14,6 +14,9 @@ from dsi.ir.spec import check_graph, output_aliases
 from dsi.passes.normalise import normalise
 from dsi.passes.recognise import TIDY, recognise
 
+from bench.families.axes import Case
+from bench.families.harness import run
+
 IDS = torch.randint(3, zoo.VOCAB, (2, 8), generator=torch.Generator().manual_seed(3))
 LLAMA = {"embedding": 1, "rms_norm": 5, "silu": 2, "gated": 2, "rope": 4, "kv_write": 4}
 GPT2 = {"embedding": 2, "layer_norm": 5, "linear_flattened": 8, "gelu": 2, "kv_write": 4}
@@ -124,6 +127,19 @@ def test_numbers_are_those_of_the_graph_before(name, mode, attn):
     for a, b in zip(after, before, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item())
         assert a.stride() == b.stride()
+
+
+BEYOND = {"XLNet": 1, "XGLM": 1, "DeBERTa 2": 1, "Swin v2": 4}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_attentions_beyond_the_list(name):
+    """Each attention of these is one, whatever is added to its scores and however they lie; products for positions stay what they are."""
+    outcome = run(Case(name, "eager", "none", layers=1))
+    (report,) = outcome.reports["prefill"]
+    assert report.hits["attention"] == BEYOND[name] and not outcome.unfused()["attention"]
+    ((error, eager),) = outcome.errors.values()
+    assert error <= max(1e-5, 2 * eager)
 
 
 def test_rotary_angles_by_matmul_become_a_product():
