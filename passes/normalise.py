@@ -43,6 +43,7 @@ from dsi.patterns.rules.var_mean_parts import VarMeanParts
 from dsi.patterns.rules.view_chain import ViewChain
 from dsi.patterns.rules.view_spelling import ViewSpelling
 from dsi.patterns.rules.viewed_product import ViewedProduct
+from dsi.patterns.rules.windowed_scores import WindowedScores
 from torch import fx
 
 from .complexes import in_reals
@@ -87,6 +88,7 @@ RULES: tuple[type[Rule], ...] = (
     SwappedContraction,
     NormOfSum,
     SinkAfter,
+    WindowedScores,
 )
 
 

@@ -61,6 +61,7 @@ from .var_mean_parts import VarMeanParts
 from .view_chain import ViewChain
 from .view_spelling import ViewSpelling
 from .viewed_product import ViewedProduct
+from .windowed_scores import WindowedScores
 
 RULES: tuple[type[Rule], ...] = (
     Attention,
@@ -125,4 +126,5 @@ RULES: tuple[type[Rule], ...] = (
     ViewChain,
     ViewSpelling,
     ViewedProduct,
+    WindowedScores,
 )

@@ -6,7 +6,7 @@ Seen in: decode steps of what is seen there.
 
 import torch
 from dsi.patterns.rule import Rule
-from dsi.patterns.rules.permuted_scores import FILLS, between, built, check_terms, terms
+from dsi.patterns.rules.permuted_scores import FILLS, between, built, check_terms, permuted, terms
 
 ORDERS = ([0, 1, 2, 3], [0, 2, 1, 3], [1, 2, 0, 3])
 
@@ -32,7 +32,7 @@ class MovedScores(Rule):
 
     def rewrite(self, dsi, m):
         order = order_of(m)
-        weights = built(dsi, m, dsi.aten.view(m.x, [m.sizes[d] for d in order]), order)
+        weights = built(dsi, m, dsi.aten.view(m.x, [m.sizes[d] for d in order]), permuted(dsi, order))
         return dsi.aten.view(weights, m.flat)
 
     def sample(self, s):

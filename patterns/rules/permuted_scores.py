@@ -39,7 +39,7 @@ class PermutedScores(Rule):
     def rewrite(self, dsi, m):
         rank, left = m.rank("x"), left_over(m)
         order = [d % rank for d in m.order]
-        weights = built(dsi, m, m.x, [order.index(d) for d in range(rank)])
+        weights = built(dsi, m, m.x, permuted(dsi, [order.index(d) for d in range(rank)]))
         return weights if left == sorted(left) else dsi.aten.permute(weights, left)
 
     def sample(self, s):
@@ -92,13 +92,18 @@ def check_terms(m, scores):
             m.require(holds(m.dtype("x"), getattr(m, name)), f"{m.dtype('x')} does not hold {getattr(m, name)}")
 
 
-def built(dsi, m, scores, back):
-    """What `between` computes of `scores`, every tensor in it permuted by `back`."""
-    rank = len(back)
+def permuted(dsi, back):
+    """How a term of scores that are permuted by `back` is permuted."""
 
     def turned(x):
-        missing = rank - dsi.value(x).dim()
+        missing = len(back) - dsi.value(x).dim()
         return dsi.aten.permute(dsi.aten.view(x, [1] * missing + dsi.sizes(x)) if missing else x, back)
+
+    return turned
+
+
+def built(dsi, m, scores, turned):
+    """What `between` computes of `scores`, with `turned` of every tensor in it."""
 
     def with_term(tag, value, term, keep, fill):
         if m.tag(tag) == "added":

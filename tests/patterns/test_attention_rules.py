@@ -701,6 +701,29 @@ def test_heads_and_batch_exchanged_in_an_operand_are_read_so():
     assert stages(einsum("bhqd,bhkd->hbqk", "bhqk,bhkd->bhqd"), *CUBE)[0] is not None
 
 
+W = 3
+WINDOWS = (randn(B, W, H, S, D), randn(B, W, H, L, D), randn(B, W, H, L, DV))
+
+
+@pytest.mark.parametrize("shape", [None, (B, W, 1, S, L), (1, W, 1, 1, L), (B, 1, 1, 1, L), (H, S, L), (L,)], ids=str)
+def test_windows_are_sequences_of_their_own(shape):
+    if shape is None:
+        node, _ = stages(attend, *WINDOWS)
+    else:
+        node, _ = stages(attend, *WINDOWS, randn(*shape))
+        hidden = lambda q, k, v, m: (q @ k.mT).masked_fill(m, -1e9).softmax(-1) @ v  # noqa: E731
+        assert argument(stages(hidden, *WINDOWS, torch.rand(shape, generator=G) > 0.6)[0], "bias") is not None
+    assert [tuple(a.meta["val"].shape) for a in node.args[:3]] == [(B * W, H, S, D), (B * W, H, L, D), (B * W, H, L, DV)]
+
+
+def test_windows_by_einsum():
+    """As LongT5 has them: heads lie inside of the blocks."""
+    local = einsum("...qhd,...khd->...hqk", "...hqk,...khd->...qhd")
+    node, _ = stages(local, *(t.transpose(2, 3).contiguous() for t in WINDOWS))
+    assert node.args[0].meta["val"].shape == (B * W, H, S, D)
+    assert stages(lambda q, k, v: (q @ k.mT).softmax(2) @ v, *WINDOWS)[0] is None, "over the heads"
+
+
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_mask_of_windows(twice):
     """As Swin has it: scores [B · windows, H, S, L], a mask a window; version 2 adds it twice."""
