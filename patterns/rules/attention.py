@@ -169,10 +169,8 @@ class Attention(Rule):
     def _check_masks(self, m):
         scores = m.shape("scores")
         for name in ("mask", "position", "third"):
-            if not m.present(name):
-                continue
-            m.require(m.dtype(name).is_floating_point, f"the {name} that is added is {m.dtype(name)}")
-            m.require(m.broadcasts(m.shape(name), scores), f"the {name} {list(m.shape(name))} does not surely broadcast to {list(scores)}")
+            if m.present(name):
+                check_term(m, name, scores)
         if m.present("position"):
             m.require((m.tag("choice") == "biased") == m.present("keep"), "more than two terms are added to the scores")
             m.require(
@@ -294,6 +292,15 @@ def folded_scale(m):
     for factor, tag in ((m.q_scale, m.tag("q scale")), (m.scale, m.tag("scale"))):
         scale = scale * factor if tag == "mul" else scale / factor if tag == "div" else scale
     return scale
+
+
+def check_term(m, name, scores):
+    """Refuses a term of the scores that is of integers, in which they are fp64 although q is not, or that makes more of them."""
+    term = m.dtype(name)
+    m.require(
+        term.is_floating_point and widens(term, torch.promote_types(m.dtype("q"), torch.float32)), f"the {name} that is added is {term}"
+    )
+    m.require(m.broadcasts(m.shape(name), scores), f"the {name} {list(m.shape(name))} does not surely broadcast to {list(scores)}")
 
 
 def check_choice(m, name):

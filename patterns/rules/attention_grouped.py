@@ -6,7 +6,16 @@ broadcasts them ("repeated"). Seen in: grouped-query attention written with `tor
 
 import torch
 from dsi.patterns.rule import Rule
-from dsi.patterns.rules.attention import check_choice, check_dtypes, check_numbers, chosen_bias, filled, folded_scale, without_ones
+from dsi.patterns.rules.attention import (
+    check_choice,
+    check_dtypes,
+    check_numbers,
+    check_term,
+    chosen_bias,
+    filled,
+    folded_scale,
+    without_ones,
+)
 
 
 class AttentionGrouped(Rule):
@@ -73,14 +82,13 @@ class AttentionGrouped(Rule):
                 m.require(m.same(spread, (b, g, n, *matrix)), f"{name} is repeated to {list(spread)}, the scores are {list(scores)}")
         check_dtypes(m, "flat_weights", casts=("q wide", "k wide", "wide"))
         check_numbers(m, "scale", "q_scale")
-        for name in ("mask", "keep"):
-            if m.present(name):
-                shape = m.shape(name)
-                m.require(m.broadcasts(shape, scores), f"the {name} {list(shape)} does not surely broadcast to {list(scores)}")
-                m.require(all(m.same(size, 1) for size in shape[-4:-2]), f"the {name} {list(shape)} is not the same for all heads")
-        m.require(not m.present("mask") or m.dtype("mask").is_floating_point, "the mask that is added is of integers")
+        if m.present("mask"):
+            check_term(m, "mask", scores)
         if m.present("keep"):
             check_choice(m, "scores")
+        for name in ("mask", "keep"):
+            alike = not m.present(name) or all(m.same(size, 1) for size in m.shape(name)[-4:-2])
+            m.require(alike, f"the {name} is not the same for all heads")
 
     def rewrite(self, dsi, m):
         g, n = m.shape("scores")[1:3]

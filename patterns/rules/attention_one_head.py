@@ -6,7 +6,7 @@ the scores is less than what `attention` knows. Seen in: `torch.bmm` and `torch.
 
 import torch
 from dsi.patterns.rule import Rule
-from dsi.patterns.rules.attention import check_choice, check_dtypes, check_numbers, chosen_bias, filled, folded_scale
+from dsi.patterns.rules.attention import check_choice, check_dtypes, check_numbers, check_term, chosen_bias, filled, folded_scale
 
 
 class AttentionOneHead(Rule):
@@ -49,10 +49,7 @@ class AttentionOneHead(Rule):
         check_numbers(m, "scale", "q_scale", "alpha")
         for name in ("mask", "position"):
             if m.present(name):
-                m.require(m.dtype(name).is_floating_point, f"the {name} that is added is {m.dtype(name)}")
-                m.require(
-                    m.broadcasts(m.shape(name), scores), f"the {name} {list(m.shape(name))} does not surely broadcast to {list(scores)}"
-                )
+                check_term(m, name, scores)
         m.require(m.tag("product") == "plain" or m.beta == 1, f"the bias counts {m.beta} times")
         if m.present("keep"):
             check_choice(m, "product")
