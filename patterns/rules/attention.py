@@ -127,6 +127,7 @@ class Attention(Rule):
     def check(self, m):
         m.require(m.rank("scores") == 4, f"the scores have {m.rank('scores')} dimensions, not 4")
         b, h, s, length = m.shape("scores")
+        check_sizes(m, h, length)
         d, dv = m.shape("rows")[2], m.shape("flat_values")[2]
         k = (b, h, d, length) if m.tag("keys") == "transposed" else (b, h, length, d)
         # What is viewed without a copy can be viewed as [B, H, *, *] too, and so can what differs in dimensions of one entry only.
@@ -265,6 +266,11 @@ class Attention(Rule):
 def filled(op, scores, keep, fill):
     """The branches of a choice between a score and a number."""
     return {"where": lambda: op.where(keep, scores, fill), "masked_fill": lambda: op.masked_fill(scores, keep, fill)}
+
+
+def check_sizes(m, heads, length):
+    """Refuses attention without heads or keys, of which there is no maximum."""
+    m.require(not m.same(heads, 0) and not m.same(length, 0), f"there are {heads} heads and {length} keys")
 
 
 def check_dtypes(m, weights, casts):

@@ -10,6 +10,7 @@ from dsi.patterns.rules.attention import (
     check_choice,
     check_dtypes,
     check_numbers,
+    check_sizes,
     check_term,
     chosen_bias,
     filled,
@@ -54,6 +55,7 @@ class AttentionGrouped(Rule):
         m.require(m.rank("scores") == 5, f"the scores have {m.rank('scores')} dimensions, not 5")
         b, g, n, s, length = scores = m.shape("scores")
         m.require(isinstance(g, int) and isinstance(n, int), "the number of heads is symbolic")
+        check_sizes(m, g * n, length)
         d, dv = m.shape("rows")[-1], m.shape("flat_values")[-1]
         shared = m.tag("heads") == "shared"
         r = n * s if shared else s

@@ -6,7 +6,16 @@ the scores is less than what `attention` knows. Seen in: `torch.bmm` and `torch.
 
 import torch
 from dsi.patterns.rule import Rule
-from dsi.patterns.rules.attention import check_choice, check_dtypes, check_numbers, check_term, chosen_bias, filled, folded_scale
+from dsi.patterns.rules.attention import (
+    check_choice,
+    check_dtypes,
+    check_numbers,
+    check_sizes,
+    check_term,
+    chosen_bias,
+    filled,
+    folded_scale,
+)
 
 
 class AttentionOneHead(Rule):
@@ -45,6 +54,7 @@ class AttentionOneHead(Rule):
         keys = (m.size("B"), m.size("L"), m.size("D"))
         k = keys if m.tag("keys") == "rows" else (keys[0], keys[2], keys[1])
         m.require(m.same(m.shape("k"), k), f"the keys are {list(m.shape('k'))}, not {list(k)}")
+        check_sizes(m, 1, keys[1])
         check_dtypes(m, "weights", casts=("q wide", "k wide", "wide"))
         check_numbers(m, "scale", "q_scale", "alpha")
         for name in ("mask", "position"):

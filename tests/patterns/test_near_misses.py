@@ -18,6 +18,15 @@ def randn(*size: int) -> torch.Tensor:
     return torch.randn(size, generator=G)
 
 
+def run(fn, *args, symbolic=False):
+    """What both stages make of `fn`, run."""
+    gm, context = aten_graphs.traced(fn, *args, symbolic=symbolic)
+    for stage in (normalise, recognise):
+        stage(gm, context)
+        check_graph(gm, "aten", context.fake_mode)
+    return gm(*args)
+
+
 def kept(fn, *args, symbolic=False) -> set[str]:
     """Checks what both stages make of `fn` against float64; the rules that matched."""
     gm, context = aten_graphs.traced(fn, *args, symbolic=symbolic)
@@ -58,3 +67,12 @@ def test_a_mask_in_double_precision_of_grouped_queries():
     args = (randn(2, 2, 3, 5, 4), randn(2, 2, 7, 4), randn(2, 2, 7, 6), randn(5, 7))
     assert "attention_grouped" in kept(grouped, *args)
     assert "attention_grouped" not in kept(grouped, *args[:3], args[3].double())
+
+
+@pytest.mark.parametrize("sizes", [(2, 0, 5, 7), (2, 3, 5, 0), (2, 3, 0, 7), (0, 3, 5, 7)], ids=str)
+def test_attention_without_heads_keys_queries_or_batch(sizes):
+    b, h, s, length = sizes
+    q, k, v = randn(b, h, s, 4), randn(b, h, length, 4), randn(b, h, length, 6)
+    assert torch.equal(run(attend, q, k, v, randn(s, length)), torch.zeros(b, h, s, 6))
+    if h:
+        assert torch.equal(run(attend, *(t[:, 0] for t in (q, k, v))), torch.zeros(b, s, 6))
