@@ -38,10 +38,10 @@ def take_writes(gm: fx.GraphModule) -> list[int]:
 
 
 def _cannot_wait(write: fx.Node, into: fx.Node) -> bool:
-    """Whether a node after `write` reads or writes the input."""
+    """Whether a node after `write` reads or writes the input, through a view that was made before it, too."""
     later = write.next
     while later.op != "output":
-        if into in later.all_input_nodes:
+        if any(_origin(read) is into for read in later.all_input_nodes):
             return True
         later = later.next
     return False
