@@ -23,6 +23,7 @@ from dsi.patterns.rules.outer_product import OuterProduct
 from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.permuted_scores import PermutedScores
 from dsi.patterns.rules.regrouped_term import RegroupedTerm
+from dsi.patterns.rules.round_trip import RoundTrip
 from dsi.patterns.rules.scaled_queries import ScaledQueries
 from dsi.patterns.rules.scaled_terms import ScaledTerms
 from dsi.patterns.rules.shifted_softmax import ShiftedSoftmax
@@ -68,6 +69,7 @@ RULES: tuple[type[Rule], ...] = (
     PermutedScores,
     MovedScores,
     MovedUnits,
+    RoundTrip,
     OuterProduct,
     SquaredLength,
     VarMeanParts,

@@ -38,6 +38,7 @@ from .rms_norm_fused import RmsNormFused
 from .rms_norm_length import RmsNormLength
 from .rope import Rope
 from .rope_parts import RopeParts
+from .round_trip import RoundTrip
 from .scaled_queries import ScaledQueries
 from .scaled_terms import ScaledTerms
 from .shifted_softmax import ShiftedSoftmax
@@ -103,6 +104,7 @@ RULES: tuple[type[Rule], ...] = (
     RmsNormLength,
     Rope,
     RopeParts,
+    RoundTrip,
     ScaledQueries,
     ScaledTerms,
     ShiftedSoftmax,

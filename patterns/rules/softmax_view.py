@@ -4,6 +4,8 @@ Where the view only merges leading dimensions of x, batch and heads into one for
 """
 
 from dsi.patterns.rule import Rule
+from dsi.patterns.vocabulary import OPS
+from torch import fx
 
 
 class SoftmaxView(Rule):
@@ -16,6 +18,8 @@ class SoftmaxView(Rule):
     def check(self, m):
         x, merged = m.shape("x"), m.shape("merged")
         m.require(m.dtype("x").is_floating_point, f"x is {m.dtype('x')}")
+        chain = isinstance(m.x, fx.Node) and m.x.target in OPS["view"].overloads
+        m.require(not chain, "x is a view: views of views become one first, or none")
         m.require(len(x) > len(merged) > 1, f"the view of {list(x)} as {list(merged)} merges nothing")
         m.require(m.same(x[-1], merged[-1]), f"the softmax is over {merged[-1]} of the {x[-1]} entries of x's last dimension")
 

@@ -701,6 +701,21 @@ def test_heads_and_batch_exchanged_in_an_operand_are_read_so():
     assert stages(einsum("bhqd,bhkd->hbqk", "bhqk,bhkd->bhqd"), *CUBE)[0] is not None
 
 
+def test_scores_that_are_written_to_in_place():
+    """The views of what einsum gives are undone and done again for it, as functional graphs have it."""
+
+    def attend_in_place(q, k, v, m):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
+        scores += m
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+    gm, context = aten_graphs.aten_graph(attend_in_place, *(t.transpose(1, 2).contiguous() for t in (Q, K, V)), MASK)
+    for stage in (normalise, recognise):
+        stage(gm, context)
+    (node,) = [n for n in gm.graph.nodes if n.target is torch.ops.dsi.attention.default]
+    assert argument(node, "mask") is not None
+
+
 W = 3
 WINDOWS = (randn(B, W, H, S, D), randn(B, W, H, L, D), randn(B, W, H, L, DV))
 
