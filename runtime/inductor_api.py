@@ -145,26 +145,25 @@ def compile_graph(
 
 
 def _as_written() -> dict[str, Any]:
-    """What has Inductor keep a cast to half precision that is cast back: it rounds, which is what it is there for."""
+    """What has Inductor compile the graph that it is given. Its pattern tables take any literal, and an argument that they do not name, for
+    the one that they were made with: a softmax over the wrong dimension becomes fused attention, a `cumsum` loses its dtype. What they look
+    for has been recognised before, exactly. Its folding of uniform values takes `x * 0` for 0 where x may be infinite or no number. A cast
+    to half precision that is cast back rounds, which is what it is there for.
+    """
     from torch._inductor import config
 
-    return {"emulate_precision_casts": True} if hasattr(config, "emulate_precision_casts") else {}
+    wanted = {"pattern_matcher": False, "joint_graph_constant_folding": False, "emulate_precision_casts": True}
+    return {name: value for name, value in wanted.items() if hasattr(config, name)}
 
 
 def _joint_graph_passes(compile_fx: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Inductor's joint-graph passes except two that change numbers. Its pattern tables take any literal for the one that they were made
-    with, so that a softmax over the wrong dimension becomes fused attention; what they look for has been recognised before, exactly. Its
-    folding of uniform values takes `x * 0` for 0 where x may be infinite or no number."""
-    from torch._inductor import config
-
     passes = compile_fx._recursive_joint_graph_passes
     output = next(iter(reversed(gm.graph.nodes)))
     output.meta["output_stack_traces"] = [value.meta.get("stack_trace") if isinstance(value, fx.Node) else None for value in output.args[0]]
     devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
-    with config.patch(pattern_matcher=False, joint_graph_constant_folding=False):
-        if "input_device" in inspect.signature(passes).parameters:
-            return passes(gm, input_device=devices[0] if devices else torch.device("cpu"))
-        return passes(gm)
+    if "input_device" in inspect.signature(passes).parameters:
+        return passes(gm, input_device=devices[0] if devices else torch.device("cpu"))
+    return passes(gm)
 
 
 def boxed(function: Callable) -> Callable[[list[Any]], Sequence[Any]]:

@@ -39,6 +39,15 @@ def attention_scaled_by_infinity(q, k):
     return ((q @ k.mT) / 0.0).softmax(-1) @ k, ((q / 0.0) @ k.mT).softmax(-1) @ k
 
 
+def sums_of_constants(x):
+    half = torch.full((4,), 0.5, dtype=torch.bfloat16)
+    return (
+        half.cumsum(0, dtype=torch.float32),
+        torch.ones(3, 4).cumsum(0),
+        torch.ones(4, dtype=torch.int32).cumsum(0, dtype=torch.int64) * x,
+    )
+
+
 def attention_of_no_numbers(q, k):
     return (q @ k.mT * 0.3).softmax(-1) @ k
 
@@ -48,6 +57,7 @@ CASES: list[tuple[Callable[..., Any], list[Tensor]]] = [
     (terms_with_a_factor_of_zero, [torch.full((4,), NAN), seeded(1, 4), seeded(4, 4)]),
     (rounded_between, [seeded(5, 32), seeded(32, 17)]),
     (one_number, [seeded(3, 4)]),
+    (sums_of_constants, [seeded(4)]),
     (attention_of_no_numbers, [torch.cat([seeded(1, 2, 3, 4), torch.full((1, 2, 1, 4), NAN)], 2), seeded(1, 2, 5, 4)]),
     (attention_scaled_by_infinity, [seeded(1, 2, 3, 4), seeded(1, 2, 5, 4)]),
 ]
