@@ -66,9 +66,11 @@ class RegroupedTerm(Rule):
 def groups_of(m):
     """The dimensions of the first view that make up each dimension of x, in order; None where they are not whole ones."""
     x, apart = m.shape("x"), list(m.shape("apart"))
-    groups, d = [], 0
+    groups: list[list[int]] = []
+    d = 0
     for size in x:
-        group, product = [], 1
+        group: list[int] = []
+        product = 1
         while not (group and m.same(product, size)):
             if d == len(apart):
                 return None
