@@ -22,7 +22,7 @@ def take_writes(gm: fx.GraphModule) -> list[int]:
     """Makes of each `copy_` to an input a further result of the flat graph `gm`, in order; returns the numbers of these inputs."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     output = gm.graph.output_node()
-    results, written = list(output.args[0]), []
+    results, written = _results(gm), []
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         into, value = node.args[:2]
         if not isinstance(value, fx.Node) or into not in placeholders or set(node.users) - {output} or _cannot_wait(node, into):
@@ -65,7 +65,12 @@ def writing(run: Boxed, written: Sequence[int]) -> Boxed:
 
 def memory_of(gm: fx.GraphModule) -> list[fx.Node | None]:
     """For each result of a flat graph the node that made the memory which it shows; None for a number."""
-    return [_origin(node) if isinstance(node, fx.Node) else None for node in gm.graph.output_node().args[0]]
+    return [_origin(node) if isinstance(node, fx.Node) else None for node in _results(gm)]
+
+
+def _results(gm: fx.GraphModule) -> list[Any]:
+    results: Any = gm.graph.output_node().args[0]
+    return list(results)
 
 
 def keep_apart(gm: fx.GraphModule, before: Sequence[fx.Node | None], written: Sequence[int]) -> None:
@@ -74,7 +79,7 @@ def keep_apart(gm: fx.GraphModule, before: Sequence[fx.Node | None], written: Se
     and is another one that is written to, too.
     """
     output = gm.graph.output_node()
-    results = list(output.args[0])
+    results = _results(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     overwritten = {placeholders[number] for number in written}
     seen: dict[fx.Node, fx.Node | None] = {}
@@ -98,7 +103,7 @@ def keep_apart(gm: fx.GraphModule, before: Sequence[fx.Node | None], written: Se
             copy.meta["val"] = torch.empty_like(node.meta["val"])
             results[number], changed = copy, True
     if changed:
-        output.args = (type(output.args[0])(results),)
+        output.args = (tuple(results),)
         gm.recompile()
 
 
