@@ -147,7 +147,7 @@ def test_inputs_of_which_a_recorded_graph_would_keep_the_value():
 
 @pytest.fixture
 def no_inductor(monkeypatch):
-    monkeypatch.setattr(inductor_api, "compile_graph", lambda gm, inputs, patches: gm.forward)
+    monkeypatch.setattr(inductor_api, "compile_graph", lambda gm, inputs, patches, written: gm.forward)
 
 
 def test_a_dump_on_the_cpu_shows_the_kernels_that_a_gpu_would_run(tmp_path, no_inductor):

@@ -24,7 +24,7 @@ def expanded(monkeypatch):
     """The expanded graphs, which run as they are instead of through Inductor."""
     graphs = []
 
-    def keep(gm, inputs, patches):
+    def keep(gm, inputs, patches, written):
         graphs.append(gm)
         return inductor_api.boxed(gm.forward)
 
