@@ -69,7 +69,7 @@ class LayerNormSpelled(Rule):
         # By how much the deviation is larger that is taken of D - 1.
         larger = math.sqrt(m.size("D") / (m.size("D") - 1)) if m.tag("variance") == "unbiased" else 1.0
         beside = m.tag("root") == "beside"
-        place = {"eps": m.eps / larger if beside else m.eps / larger**2, "place": "beside" if beside else "under"}
+        place = {"eps": m.eps / larger, "place": "beside"} if beside else {"eps": m.eps / larger**2}
         if larger == 1.0 and (not m.present("weight") or m.rank("weight") == 1):
             return dsi.layer_norm(m.x, m.weight, m.bias, **place)
         x = m.dtype("x")

@@ -56,8 +56,8 @@ class RmsNorm(Rule):
         m.require(cast_mode(m) is not None, "it rounds neither before nor after the weight as the operator does")
 
     def rewrite(self, dsi, m):
-        place = "beside" if m.tag("root") == "beside" else "under"
-        return dsi.rms_norm(m.x, m.weight, eps=m.eps, offset=float(m.offset or 0.0), cast=cast_mode(m), place=place)
+        place = {"place": "beside"} if m.tag("root") == "beside" else {}
+        return dsi.rms_norm(m.x, m.weight, eps=m.eps, offset=float(m.offset or 0.0), cast=cast_mode(m), **place)
 
     def sample(self, s):
         return {**s.defaults(), "offset": s.pick((1.0, 1)), "narrow": s.dtype}
