@@ -46,6 +46,10 @@ class Decoder:
             given["logits_to_keep"] = keep
         return given
 
+    def reads(self, states: Tensor) -> bool:
+        """Whether encoder states [rows, places, width] are such as the model reads."""
+        return False
+
     def decoding(self) -> contextlib.AbstractContextManager[Any]:
         """Within: experts are computed as transformers has them computed for a few tokens at a time, without a look at the host."""
         optimised = getattr(self.model, "_optimize_model_for_decode", contextlib.nullcontext)

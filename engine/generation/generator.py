@@ -60,6 +60,7 @@ class Generator:
         self.why_not_ours = ""  # why the last call ran in transformers' loops; "" where it did not
         self.loop: Loop | None = None
         self._kind: tuple[torch.device, torch.dtype] | None = None  # where and in what dtype the loop was made
+        self._tried = 0  # which model the loop was last found right for, where that was tried
         self._refused = ""
         self._positions = position_limit(model, model.config)
         self._facade = Facade(model, options, self._sample, self._check_prepared)
@@ -184,22 +185,27 @@ class Generator:
         return ids
 
     def _ready(self, states: Tensor | None = None) -> Loop:
-        """The loop, made at the first call, where an encoder made `states`. Raises `NotOurs` where the model is none for it."""
+        """The loop, made at the first call, where an encoder made `states`. Raises `NotOurs` where the model is none for it; whether it is
+        one behind its encoder is tried again when something has happened to the model, such as a hook that reads what is padding."""
         if self._refused:
             raise NotOurs(self._refused)
-        if self.loop is None or self._kind != (self.model.device, self.model.dtype):
-            try:
-                decoder = examine(self.model, states)
-            except NotOurs as reason:
+        kind = self.model.device, self.model.dtype
+        loop = self.loop if self._kind == kind else None
+        if loop is not None and (states is None or loop.look() == self._tried or not loop.decoder.reads(states)):
+            return loop
+        try:
+            decoder = examine(self.model, states)
+        except NotOurs as reason:
+            if loop is None:  # otherwise it was right once, and may be again: it is tried until then
                 self._refused = str(reason)
-                raise
-            device = self.model.device
-            self._kind = device, self.model.dtype
+            raise
+        if loop is None or dataclasses.replace(decoder, prepares=loop.decoder.prepares) != loop.decoder:
             self._kept.forget()
-            steps = Steps(recorder_for(device, self.cuda_graph))
+            steps = Steps(recorder_for(self.model.device, self.cuda_graph))
             most = min(self.max_out_tokens, self._positions or self.max_out_tokens)
-            self.loop = Loop(decoder, self.min_out_tokens, most, self.options, steps, device)
-        return self.loop
+            loop = Loop(decoder, self.min_out_tokens, most, self.options, steps, self.model.device)
+        self._kind, self.loop, self._tried = kind, loop, loop.look()
+        return loop
 
     def _check_prepared(self, prompt: int, config: Any) -> None:
         check_cache({}, config.cache_implementation)

@@ -154,6 +154,8 @@ def _source(given: dict[str, Any], decoder: Seq2Seq, device: torch.device, ids: 
     mask = given.get("attention_mask") if shape.masked else None
     if mask is not None and mask.shape != states.shape[:2]:
         raise NotOurs(f"the attention mask is {tuple(mask.shape)}, and the encoder's states {tuple(states.shape)}")
+    if mask is not None and not bool((mask != 0).any(1).all()):  # what it reads then is a matter of how attention is computed
+        raise NotOurs("there is a row whose source is hidden as a whole")
     return states.to(device), None if mask is None else mask.to(device)
 
 

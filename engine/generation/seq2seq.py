@@ -25,6 +25,10 @@ class Seq2Seq(Decoder):
 
     source: SourceShape | None = None
 
+    def reads(self, states: Tensor) -> bool:
+        """Whether encoder states [rows, places, width] are such as the model reads."""
+        return self.source is not None and (states.shape[2], states.dtype) == (self.source.width, self.source.dtype)
+
     def arguments(self, ids: Tensor, positions: Tensor | None, mask: Tensor | None, cache: Any, keep: Tensor | None) -> dict[str, Any]:
         """Arguments of the model's forward for ids [rows, new], with a `Behind` for a cache."""
         states, hides = BaseModelOutput(last_hidden_state=cache.states), cache.mask

@@ -87,6 +87,7 @@ class SourceStore:
         self.rows = self.places = 0
         self.grown = 0  # how often the memory has moved
         self._written = 0  # places that calls may have written to since then
+        self._states: Any = None  # a tensor [rows, places, width] once there was a source
         self._memory: list[tuple[Tensor, Tensor]] = []
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._masks: dict[int, Tensor] = {}
@@ -99,7 +100,7 @@ class SourceStore:
         masked = self.shape.masked
         # What is not masked has no padding, and no room for more.
         if rows > self.rows or (n > self.places if masked else n != self.places):
-            self._grow(max(rows, self.rows), max(power_of_two(n), SMALLEST_CACHE, self.places) if masked else n)
+            self._make_room(rows, n)
         bucket = prompt_bucket(max(n, 2), self.places) if masked else n  # one place would be a graph of its own
         fed, hides = self._part(rows, bucket)
         fed[:, :n].copy_(states)
@@ -140,8 +141,22 @@ class SourceStore:
             self._crosses[rows] = Cache(layers=[CrossLayer(keys[:rows], values[:rows]) for keys, values in self._memory])
         return self._crosses[rows]
 
+    def _make_room(self, rows: int, n: int) -> None:
+        """Grow, so that calls with as many rows, or as long sources, as there have been fit as well, if the memory is there."""
+        least = max(power_of_two(n), SMALLEST_CACHE) if self.shape.masked else n
+        most = max(least, self.places) if self.shape.masked else n
+        reason = ""
+        for size in ((max(rows, self.rows), most), (rows, least)):
+            try:
+                return self._grow(*size)
+            except RuntimeError as error:  # what running out of memory is, on every device
+                reason = str(error)
+        self._memory, self._states = [], None
+        raise RuntimeError(f"dsi: {self.device} has no memory to keep a source of {rows} rows of {n} places: give fewer rows ({reason})")
+
     def _grow(self, rows: int, places: int) -> None:
-        self._memory, self._parts, self._masks, self._crosses = [], {}, {}, {}  # given back before the larger one is asked for
+        # Given back before the larger one is asked for.
+        self._memory, self._parts, self._masks, self._crosses, self._states = [], {}, {}, {}, None
         self.rows = self.places = self._written = 0
         self._states = torch.zeros(rows, places, self.shape.width, dtype=self.shape.dtype, device=self.device)
         for layer in self.shape.layers:

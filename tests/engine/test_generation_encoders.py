@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import transformers
 from dsi.compiler.observe import collecting
 from dsi.engine.generation import Generator
+from dsi.engine.generation.cache import LayerShape
 from dsi.engine.generation.examine import examine
+from dsi.engine.generation.source import SourceShape, SourceStore
 from dsi.engine.generation.steps import PROMPT_RUNS, Steps
 from generating import REFERENCE, VOCABULARY, Late, Stand, eager_calls, prompt
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.t5.modeling_t5 import T5Block
 from zoo import hot
@@ -271,6 +276,62 @@ def test_a_source_that_a_mask_changes_in_a_way_of_its_own():
     made = generator.generate(**given, max_new_tokens=2)
     assert "with a source that is padded" in generator.why_not_ours
     assert torch.equal(made, model.generate(**given, max_new_tokens=2))
+
+
+def test_a_row_that_sees_nothing_of_its_source():
+    """Such a row's attention may be the mean of all places, hidden or not: those of padding must not be among them."""
+    model = t5()
+    model.set_attn_implementation("eager")
+    generator, given = Generator(model, max_out_tokens=32, options=REFERENCE), text(1, 9, 0, seed=2)
+    for seen, why in ((1, ""), (0, "a row whose source is hidden as a whole")):
+        given["attention_mask"][:] = seen
+        made = generator.generate(**given, max_new_tokens=NEW, eos_token_id=None)
+        assert why in generator.why_not_ours and bool(why) == bool(generator.why_not_ours)
+        assert torch.equal(made, model.generate(**given, max_new_tokens=NEW, eos_token_id=None))
+
+
+def test_a_hook_that_reads_padding_is_found_whenever_it_comes():
+    """What a model is found to be holds for the model as it is: another hook, and it is tried again."""
+    model = t5()
+    generator, given = Generator(model, max_out_tokens=32, options=REFERENCE), text(1, 9, 0)
+    same(generator, given, max_new_tokens=NEW)
+    loop = generator.loop
+    with torch.no_grad():
+        model.shared.weight.mul_(0.5)
+    same(generator, given, max_new_tokens=NEW)
+    assert generator.loop is loop
+
+    def adds_the_mean(module, args, kwargs, output):
+        output.last_hidden_state = output.last_hidden_state + 3 * kwargs["encoder_hidden_states"].mean(1, keepdim=True)
+        return output
+
+    hook = model.decoder.register_forward_hook(adds_the_mean, with_kwargs=True)
+    made = generator.generate(**given, max_new_tokens=NEW)
+    assert "computes something else" in generator.why_not_ours
+    assert torch.equal(made, model.generate(**given, max_new_tokens=NEW))
+    hook.remove()
+    same(generator, given, max_new_tokens=NEW)
+    assert generator.loop is loop
+
+
+def test_a_source_that_fits_alone_is_not_refused_for_larger_batches_before(monkeypatch):
+    """Rows of one call and places of another are not asked for together where there is no memory for both."""
+    store = SourceStore(SourceShape(8, torch.float32, (LayerShape(2, 4, 4, torch.float32, torch.float32),), True), torch.device("cpu"))
+    own, zeros = Cache(layers=[]), torch.zeros
+
+    def scarce(*size, **how):
+        if math.prod(size) > 16 * 256 * 8:
+            raise torch.OutOfMemoryError("no more")
+        return zeros(*size, **how)
+
+    monkeypatch.setattr(torch, "zeros", scarce)
+    store.hold(own, torch.ones(16, 20, 8), None)
+    store.hold(own, torch.ones(1, 1000, 8), None)
+    assert (store.rows, store.places) == (1, 1024)
+    with pytest.raises(RuntimeError, match="a source of 16 rows of 1000 places"):
+        store.hold(own, torch.ones(16, 1000, 8), None)
+    prompt_part, _ = store.hold(own, torch.ones(2, 20, 8), None)
+    assert prompt_part.mask[:, :20].all() and not prompt_part.mask[:, 20:].any()
 
 
 @pytest.mark.gpu
