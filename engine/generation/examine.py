@@ -89,6 +89,17 @@ def position_limit(model: Any, config: Any) -> int | None:
     return most if any(most <= length <= most + 8 for length in lengths) else None
 
 
+def source_limit(model: Any) -> int | None:
+    """How many positions a table of the encoder has for the token ids that it reads; None where there is no such table."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if not model.config.is_encoder_decoder or getattr(model, "main_input_name", "") != "input_ids" or not isinstance(most, int):
+        return None
+    encoder = model.get_encoder()
+    inputs = [part.get_input_embeddings() for part in (model, encoder)]
+    tables = [part for part in encoder.modules() if isinstance(part, nn.Embedding) and not any(part is table for table in inputs)]
+    return most if any(most <= table.num_embeddings <= most + 8 for table in tables) else None
+
+
 def _layers(config: Any) -> int:
     """The number of layers, all of which must keep keys and values and nothing else."""
     kinds = set(getattr(config, "layer_types", None) or ())

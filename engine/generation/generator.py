@@ -17,12 +17,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from .cache import hand_over
 from .compiled import loudly
 from .decoder import NotOurs
-from .examine import examine, position_limit
+from .examine import examine, position_limit, source_limit
 from .facade import Facade
 from .kept import Call, Kept
 from .loop import Loop, Made
 from .progress import compiling
-from .prompts import check_cache, check_ids, check_padding, check_prompt, check_room, prompt_length, total_length
+from .prompts import check_cache, check_ids, check_padding, check_prompt, check_room, check_source, prompt_length, total_length
 from .request import Request, request_of
 from .seq2seq import states_of
 from .steps import Steps, recorder_for
@@ -62,7 +62,7 @@ class Generator:
         self._kind: tuple[torch.device, torch.dtype] | None = None  # where and in what dtype the loop was made
         self._tried = 0  # which model the loop was last found right for, where that was tried
         self._refused = ""
-        self._positions = position_limit(model, model.config)
+        self._positions, self._source_positions = position_limit(model, model.config), source_limit(model)
         self._facade = Facade(model, options, self._sample, self._check_prepared)
         self._lock = threading.RLock()
         self._kept = Kept(model)
@@ -94,6 +94,7 @@ class Generator:
             if again is not None:
                 return again
         check_prompt(self.model, given)
+        check_source(self.model, given, self._source_positions)
         check_cache(given, None)
         prompt = prompt_length(self.model, given)
         if prompt is not None:

@@ -35,6 +35,19 @@ def check_prompt(model: Any, given: Mapping[str, Any]) -> None:
         check_ids(model, "decoder_input_ids", given["decoder_input_ids"], "get_decoder")
 
 
+def check_source(model: Any, given: Mapping[str, Any], most: int | None) -> None:
+    """Raise ValueError where the encoder would read more token ids than the `most` positions that its table has, if it has one."""
+    name = next((name for name in TEXT if given.get(name) is not None), None)
+    if most is None or name is None or given.get("encoder_outputs") is not None:
+        return
+    if not isinstance(given[name], Tensor) or (n := given[name].shape[-1]) <= most:
+        return
+    raise ValueError(
+        f"dsi: {name} has rows of {n} tokens, and the encoder of {type(model).__name__} has a table of {most} positions: give fewer "
+        "(truncation=True, where a tokenizer makes them)"
+    )
+
+
 def check_ids(model: Any, name: str, ids: Tensor, part: str | None = None) -> None:
     """Raise ValueError where `ids`, given as `name`, holds what is no token of the model, or of a part of it (`part`: the method that
     returns that)."""

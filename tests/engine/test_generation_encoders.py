@@ -10,7 +10,7 @@ import transformers
 from dsi.compiler.observe import collecting
 from dsi.engine.generation import Generator
 from dsi.engine.generation.cache import LayerShape
-from dsi.engine.generation.examine import examine
+from dsi.engine.generation.examine import examine, source_limit
 from dsi.engine.generation.source import SourceShape, SourceStore
 from dsi.engine.generation.steps import PROMPT_RUNS, Steps
 from generating import REFERENCE, VOCABULARY, Late, Stand, eager_calls, prompt
@@ -257,6 +257,15 @@ def test_positions_of_a_table_are_not_run_past():
     same(generator, text(1, 6, 1), decoder_input_ids=start, max_new_tokens=3)
     with pytest.raises(ValueError, match="a table of 40 positions"):
         generator.generate(**text(1, 6, 1), decoder_input_ids=start, max_new_tokens=5)
+    for how in (dict(), dict(num_beams=2)):
+        with pytest.raises(ValueError, match=r"rows of 41 tokens, and the encoder of MBart\w* has a table of 40 positions"):
+            generator.generate(**text(1, 41, 1), max_new_tokens=3, **how)
+    same(generator, text(1, 40, 1), max_new_tokens=3)
+
+
+@pytest.mark.parametrize(("make", "most"), [(bart, 40), (t5, None), (whisper, None)])
+def test_how_long_a_source_may_be(make, most):
+    assert source_limit(make()) == most
 
 
 def test_a_source_that_a_mask_changes_in_a_way_of_its_own():
