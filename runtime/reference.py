@@ -22,7 +22,13 @@ def compile_reference(gm: fx.GraphModule, fake_inputs: Sequence[Any], context: C
 
 
 class _InPlace(fx.Interpreter):
-    """Runs a lowered graph: what a region overwrites of its inputs is written there when the region is done."""
+    """Runs a lowered graph: what a region overwrites of its inputs is written there when the region is done. Keeps nothing of a call."""
+
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        try:
+            return super().run(*inputs, **options)
+        finally:
+            self.env, self.args_iter = {}, iter(())
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

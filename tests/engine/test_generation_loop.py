@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from dsi.engine.generation import Generator
@@ -73,6 +76,16 @@ def test_what_was_recorded_can_be_measured_and_runs_the_same_again(generator, st
                 seen.append(int(state.token))
             assert seen == tokens and int(state.length) == (7 if prompts else 6 + NEW)
     assert torch.equal(generator.generate(ids, **how), made)
+
+
+def test_memory_that_a_cache_has_outgrown_is_free():
+    generator = Generator(small_llama(), max_out_tokens=600, options=REFERENCE)
+    for length in (7, 8):
+        generator.generate(prompt(1, length), max_new_tokens=3, eos_token_id=None)
+    outgrown = [weakref.ref(memory) for pair in generator.loop.store._memory for memory in pair]
+    generator.generate(prompt(1, 300), max_new_tokens=3, eos_token_id=None)
+    gc.collect()
+    assert outgrown and all(memory() is None for memory in outgrown)
 
 
 def test_steps_behind_the_end_are_discarded(generator, stand):
