@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as T
 import zoo
+from dsi.compiler.collector import no_collections
 from dsi.ir.spec import check_graph, output_aliases
 from dsi.passes.normalise import normalise
 from dsi.passes.recognise import TIDY, recognise
@@ -186,10 +187,11 @@ def test_thirty_two_layers_take_less_than_a_second_and_time_is_linear():
             return x
 
         gm, context = aten_graphs.traced(model, *inputs)
-        start = time.process_time()
-        normalise(gm, context)
-        recognise(gm, context)
-        taken = time.process_time() - start
+        with no_collections():  # as a compilation runs them: elsewhere in the process there may be millions of objects to look at
+            start = time.process_time()
+            normalise(gm, context)
+            recognise(gm, context)
+            taken = time.process_time() - start
         hits = context.report.hits
         assert [hits[n] for n in ("rms_norm", "rope", "gated")] == [2 * layers, 2 * layers, layers]
         return taken
