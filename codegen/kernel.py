@@ -111,7 +111,8 @@ class Choice:
     converted instead); they are made apart. `peel`: a `skinny` program loads the weights of its first step before the kernel waits for the
     one before it, and multiplies them behind the loop over the other steps ("last"), or at the start of its first turn, beside which more
     shared memory is needed ("first"; as "last" where some program has but one step). Without effect where no program has more than one, or
-    where kernels of the graph write the weights (deferred.peeled).
+    where kernels of the graph write the weights (deferred.peeled). `deferred` (`gemv`): a layer norm before the product corrects the sums
+    instead of the rows, where that is possible (deferred.deferred_layer); an RMS norm's factor always comes after the sums.
 
     Attention: `block_m` rows are query heads of a key head for consecutive queries, of fewer than 16 no matrix units are used;
     `block_k` channels of a head are multiplied at once (1: all); `block_s` keys of the mask are looked at in one step before any key is
@@ -146,3 +147,4 @@ class Choice:
     overlaps: bool = False
     hint: bool = False
     peel: Literal["", "last", "first"] = ""
+    deferred: bool = False

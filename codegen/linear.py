@@ -19,7 +19,7 @@ from dsi.ir import tile as t
 
 from .builder import Block, Builder
 from .columns import Columns, U, ceil_div, cuts_of
-from .deferred import constant, deferred_norm, unconditional
+from .deferred import WIDEST_DEFERRED, constant, deferred_layer, deferred_norm, unconditional
 from .integers import normalise
 from .kernel import Choice
 from .printer import SUBSCRIPTS, Bound, Printer, Text, Tile, conjunction
@@ -31,7 +31,6 @@ from .statistics import Straight, divisible, held_statistics, row_statistics
 if TYPE_CHECKING:
     from .apart import Given
 
-WIDEST_DEFERRED = 8  # columns of a gemv with a deferred norm
 Grid = tuple[sympy.Expr, ...]
 Bases = dict[tuple[int, str], str]  # names of row statistics by (reduction, which)
 
@@ -64,8 +63,8 @@ class Linear:
         self.step = ""  # names the step of each row, where rows are rounded to int8
         self.kept = False  # passes over rows share their positions, and so what they read stays in registers between them
         self.k_kept = ""
-        # Triton 3.6's LLVM aborts (in its SLP vectoriser) on some gemv kernels of 16 columns and more whose norm is deferred.
         self.deferred = None if self.gemv and choice.block_n > WIDEST_DEFERRED else deferred_norm(self.plan, choice.schedule)
+        self.layer = deferred_layer(self.plan, choice)
 
     # ------------------------------------------------------------------------------------------------------------------ tiles
 
@@ -161,7 +160,7 @@ class Linear:
     def row_norms(self, block: Block) -> Bases:
         """The passes over x for norms that stand before the product."""
         self.block = block
-        if not self.plan.reductions or self.deferred is not None:
+        if not self.plan.reductions or self.deferred is not None or self.layer is not None:
             return {}
         self.builder.constant("BLOCK_S", self.choice.block_s)
         return row_statistics(self, self.plan.reductions, self.plan.inner, self.choice.block_s, "BLOCK_S")
@@ -235,6 +234,7 @@ class Linear:
             products.ahead()
             scales = self.scales(printers, segment, lambda number: number in self.spec.constants)
             self.load_early(printers, segment, lambda load: constant(load, self.spec.constants))
+            products.ahead_sums()
             self.builder.wait(body)
             statistics = self.statistics(body)
             if first:

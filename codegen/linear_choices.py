@@ -1,8 +1,8 @@
 """The blocks, warps and stages that are worth trying for a linear region, best first by the model.
 
 What is listed are tiles that a program can hold in its registers and its processor's shared memory, and that keep whole groups of columns
-where an epilogue needs them. The order is `linear_cost`'s, but that none whose first step is peeled comes first, and so is taken untried:
-what peeling gains is predicted, and was not measured yet.
+where an epilogue needs them. The order is `linear_cost`'s, but that none whose first step is peeled, or whose layer norm comes behind the
+product, comes first, and so is taken untried: what these gain is predicted, and was not measured yet.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .roofline import power_of_two
 MOST = 36  # candidates that are handed out
 MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
 PEELED = 4  # copies of them whose first step is peeled, the best
+BEHIND = 6  # and whose layer norm comes behind the product
 ALIKE_WORDS = 1  # and so over words, where memory decides, and the model tells tiles apart by a percent or two
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
 APART_ROWS = 16  # from which skinny's prologue is tried as a kernel of its own
@@ -72,8 +73,9 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
     def seconds(choice: Choice) -> float:
         return linear_seconds(work, choice, device)
 
-    peeled = sorted((way for choice in kept for way in _peeled(work, choice, device)), key=seconds)[:PEELED]
-    return first, *(sorted([*others, *peeled], key=seconds) if peeled else others)
+    untried = sorted((way for choice in kept for way in _peeled(work, choice, device)), key=seconds)[:PEELED]
+    untried += sorted(dict.fromkeys(way for choice in kept for way in _deferred(work, choice)), key=seconds)[:BEHIND]
+    return first, *(sorted([*others, *untried], key=seconds) if untried else others)
 
 
 def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Device, same: bool = False) -> bool:
@@ -170,6 +172,12 @@ def _peeled(work: LinearWork, choice: Choice, device: Device) -> list[Choice]:
         return []
     ways = (replace(choice, peel="last"), replace(choice, peel="first"))
     return [way for way in ways if work.peel(way) == way.peel and registers(work, way) <= HELD_MOST and _fits(work, way, device)]
+
+
+def _deferred(work: LinearWork, choice: Choice) -> list[Choice]:
+    """A gemv choice with the layer norm behind the product, where a thread can hold what that needs."""
+    way = replace(choice, deferred=True, apart=False)
+    return [way] if work.behind and work.is_deferred(way) and registers(work, way) <= HELD_MOST else []
 
 
 def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choice]:

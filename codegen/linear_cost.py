@@ -15,7 +15,7 @@ import sympy
 from dsi.ir import tile as t
 
 from .columns import Columns, columns_of, cuts_of
-from .deferred import deferred_norm, peel_of
+from .deferred import behind_product, deferred_norm, is_deferred, peel_of
 from .devices import Device
 from .kernel import Choice
 from .layout import Interner
@@ -116,6 +116,7 @@ class LinearWork:
     wide: bool  # products in fp32, outside the matrix units
     words: bool = False  # int8 weights can be read as words
     constant: bool = False  # no kernel of the graph writes the weights
+    behind: bool = False  # a layer norm may correct gemv's sums instead of the rows
 
     @property
     def held(self) -> int:
@@ -153,17 +154,21 @@ class LinearWork:
         """When a choice's first step is multiplied, where it is peeled (deferred.peeled)."""
         return peel_of(sympy.Integer(self.inner), choice) if self.constant and choice.peel else ""
 
+    def is_deferred(self, choice: Choice) -> bool:
+        """Whether the norm before the product comes behind it."""
+        return choice.schedule in self.deferred or (self.behind and is_deferred(choice, self.accumulators))
+
+    def passes(self, choice: Choice) -> int:
+        """Times that a program reads its rows before the products."""
+        if self.is_deferred(choice):
+            return 0
+        kept = self.inner <= choice.block_s
+        return sum(2 if kind == "layer" and not kept else 1 for kind in self.reductions)
+
     def tile_bytes(self, choice: Choice) -> int:
         """Bytes of the weights' and the rows' tiles of one step, as a program reads them."""
         rows = choice.block_m * (1 if self.rounded else 2 if self.as_int8(choice) else self.x_bytes)
         return choice.block_k * (choice.block_n * max(cut.weight_bytes for cut in self.cuts) + rows)
-
-    def passes(self, choice: Choice) -> int:
-        """Times that a program reads its rows before the products."""
-        if choice.schedule in self.deferred:
-            return 0
-        kept = self.inner <= choice.block_s
-        return sum(2 if kind == "layer" and not kept else 1 for kind in self.reductions)
 
 
 def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int]) -> LinearWork:
@@ -193,6 +198,7 @@ def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int])
         plan.x_dtype.itemsize >= 4,
         words_possible(spec),
         all(window.weight in spec.constants for segment in plan.segments for window in segment.windows),
+        behind_product(plan) is not None,
     )
 
 
@@ -248,6 +254,8 @@ def registers(work: LinearWork, choice: Choice) -> int:
         if work.as_int8(choice):
             return word_registers(work, choice)
         loaded = elements * max(cut.weight_bytes for cut in work.cuts) / 4
+        if work.behind and work.is_deferred(choice) and choice.block_k < work.inner:
+            loaded += 2 * elements * work.accumulators  # the sums without the rows, which several steps carry, too
         return max(int(least + (elements * work.accumulators + (4 if work.bare else 8)) * choice.block_m + 2 * loaded), 24)
     sums = work.accumulators * choice.block_m * choice.block_n / threads
     held = work.tile_bytes(choice) // (4 * threads) if work.peel(choice) else 0
@@ -347,12 +355,13 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
 def _arithmetic(work: LinearWork, choice: Choice, int8: bool, device: Device, tiles: int, steps: int) -> float:
     """Seconds that the device's units need for `tiles` tiles of a weight in `steps` steps of programs, if all of them are busy."""
     elements, lanes = tiles * choice.block_n * choice.block_k, device.vector / 2
-    norm = max(work.reductions, key=lambda kind: ROWS["gemv"][kind], default="")
+    behind = work.behind and work.is_deferred(choice)
+    norm = "rms" if behind else max(work.reductions, key=lambda kind: ROWS["gemv"][kind], default="")
     rows = 0.0 if work.bare else ROWS[choice.schedule][norm] * steps * choice.block_k * min(choice.block_m, work.rows) / lanes
     if choice.schedule == "gemv" and int8:
         return elements / WORD * word_slots(work, choice) / lanes
     if choice.schedule == "gemv":
-        return elements * (choice.block_m + CONVERSIONS[work.element_bytes]) / lanes + rows
+        return elements * (choice.block_m + (2 if behind else 0) + CONVERSIONS[work.element_bytes]) / lanes + rows
     products = 2 * elements * max(choice.block_m, 8) / _matrix_rate(work, choice, int8, device)
     if int8:
         return products * (1 if work.rounded else 2) + rows

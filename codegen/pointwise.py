@@ -158,7 +158,35 @@ def late(tile, PACKED: tl.constexpr, PDL: tl.constexpr):
 """,
         (),
     ),
+    "early": (
+        """\
+@triton.jit
+def early(value, PDL: tl.constexpr):
+    # The same value. What it is made of stays in front of what follows: a fence, for a NaN that no arithmetic makes, could depend on it.
+    if PDL:
+        value = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.eq.b32 p, $1, 0x7fedcba9; @p membar.cta; mov.b32 $0, $1; }",
+            "=r,r",
+            [value],
+            dtype=value.dtype,
+            is_pure=False,
+            pack=1,
+        )
+    return value
+""",
+        (),
+    ),
 }
+MOST_AT_ONCE = 14  # sums that one exchange between the threads of a program makes: `add_each_N` adds N and N of them, one by one
+
+
+def _add_each(count: int) -> str:
+    ones, others = ([f"{letter}{number}" for number in range(count)] for letter in "ab")
+    sums = ", ".join(f"{one} + {other}" for one, other in zip(ones, others, strict=True))
+    return f"@triton.jit\ndef add_each_{count}({', '.join((*ones, *others))}):\n    return {sums}\n"
+
+
+HELPERS.update({f"add_each_{count}": (_add_each(count), ()) for count in range(2, MOST_AT_ONCE + 1)})
 
 
 def literal(value: float | int | bool) -> tuple[str, int]:

@@ -18,6 +18,7 @@ import torch
 from dsi.ir import tile as t
 from dsi.ir.errors import refuse
 
+from .behind import Behind
 from .builder import Block, triton_type
 from .columns import Columns
 from .deferred import constant, peeled, unconditional
@@ -57,6 +58,7 @@ class Products:
         self.x_printer: Printer | None = None  # what prints x of a step that has no loop around it: the only one, or the first, peeled
         self.peeled = ""  # when the first step is multiplied that is taken out of the loop ("last", "first")
         self.x = linear.deferred or unrounded(self.plan.x, self.plan.x_dtype)
+        self.behind = None if linear.layer is None else Behind(self, linear.layer)
         self.squares = ""  # the sum of squares of a deferred norm
 
     # ------------------------------------------------------------------------------------------------------------------- ahead
@@ -72,10 +74,16 @@ class Products:
             self.first = self.load_tiles(self.body, self.body, self.k)
         if self.schedule == "gemv" and self.straight:
             self.x_printer = self.step_printer(self.outer({}), {})
-            self.x_printer.expect([self.x])
-            for load in unconditional([self.x]):
+            roots = [self.x] if self.behind is None else self.behind.roots
+            self.x_printer.expect(roots)
+            for load in unconditional(roots):
                 if constant(load, self.spec.constants):
                     self.x_printer.value(load)
+
+    def ahead_sums(self) -> None:
+        """What is summed before the wait, when everything that is asked for before it is under way."""
+        if self.behind is not None and self.x_printer is not None:
+            self.behind.ahead(self.first, self.x_printer)
 
     # -------------------------------------------------------------------------------------------------------------------- loop
 
@@ -83,6 +91,8 @@ class Products:
         """The loop over the contracted dimension; returns the fp32 sums by window and part, [rows, columns] ([columns] for a single
         row), and sets `squares` where a norm is deferred."""
         sums = self.zeros()
+        if self.behind is not None:
+            self.behind.begin(sums, self.shape(), statistics)
         current = self.held() if self.schedule == "gemv" and not self.straight else {}
         if self.peeled:
             first_rows(self, statistics)
@@ -105,6 +115,9 @@ class Products:
                     printer.block.line(f"{name} = {ahead[key][0]}")
         if self.peeled == "last":
             first_step(self, self.body, sums)
+        if self.behind is not None:
+            self.behind.finish(sums)
+            return sums
         along = 1 if self.linear.single else 2
         for key, digits in self.whole_sums.items():
             if self.words:  # whole numbers as long as possible: they need no conversion, and their sum is exact
@@ -120,13 +133,17 @@ class Products:
             self.body.line(f"{self.squares} = tl.sum({self.squares}, {2 if self.schedule == 'gemv' and not self.linear.single else 1})")
         return sums
 
+    def shape(self) -> str:
+        """Source of an accumulator's shape."""
+        inner = "BLOCK_K // 4" if self.words else "BLOCK_K"  # of words, a thread sums four in one place
+        if self.linear.single:
+            return f"[BLOCK_N, {inner}]"
+        return {"gemv": f"[BLOCK_M, BLOCK_N, {inner}]", "skinny": "[BLOCK_N, BLOCK_M]", "tiled": "[BLOCK_M, BLOCK_N]"}[self.schedule]
+
     def zeros(self) -> Sums:
         """The accumulators, all zero."""
-        inner = "BLOCK_K // 4" if self.words else "BLOCK_K"  # of words, a thread sums four in one place
-        shape = {"gemv": f"[BLOCK_M, BLOCK_N, {inner}]", "skinny": "[BLOCK_N, BLOCK_M]", "tiled": "[BLOCK_M, BLOCK_N]"}[self.schedule]
-        if self.linear.single:
-            shape = f"[BLOCK_N, {inner}]"
         sums: Sums = {}
+        shape = self.shape()
         for number, window in enumerate(self.segment.windows):
             for part in range(self.columns.parts):
                 suffix = f"_{part}" if self.columns.parts > 1 else ""
@@ -137,7 +154,8 @@ class Products:
                     for digit in digits:
                         self.body.line(f"{digit} = tl.zeros({shape}, tl.int32)")
                     continue
-                self.body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
+                if self.behind is None or not self.straight:
+                    self.body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
         if self.linear.deferred is not None:
             rows = "[1, BLOCK_K]" if self.linear.single else "[BLOCK_M, 1, BLOCK_K]" if self.schedule == "gemv" else "[BLOCK_M, BLOCK_K]"
             self.squares = self.builder.names.new("squares")
@@ -298,15 +316,21 @@ class Products:
         """One step of fp32 multiply-adds."""
         if self.words:
             return word_step(self, printer, tiles, sums)
+        if self.behind is not None:
+            return self.behind.step(printer, tiles, sums)
         x = self.rows(printer, wide=True)
         if self.plan.activations:
             x = rounded_rows(printer, x, self.linear.step if self.linear.single else f"{self.linear.step}[:, None, None]")
-        for (number, part), (name, _) in tiles.items():
-            window = self.segment.windows[number]
-            wide = f"{name}.to(tl.float32)" if window.scale is not None or self.plan.x_dtype != torch.float32 else name
-            if window.scale is not None and window.scale.group:
-                wide = f"({scaled(self, printer.block, self.weight_printer(printer.block, part), window, part, name, self.step_start())})"
-            printer.block.line(f"{sums[(number, part)]} += {x} * {wide}")
+        for key, (name, _) in tiles.items():
+            printer.block.line(f"{sums[key]} += {x} * {self.widened(printer, key, name)}")
+
+    def widened(self, printer: Printer, key: tuple[int, int], name: str) -> str:
+        """Source of a tile of a weight, called `name`, in fp32, with the scales of its groups where it has any."""
+        number, part = key
+        window = self.segment.windows[number]
+        if window.scale is not None and window.scale.group:
+            return f"({scaled(self, printer.block, self.weight_printer(printer.block, part), window, part, name, self.step_start())})"
+        return f"{name}.to(tl.float32)" if window.scale is not None or self.plan.x_dtype != torch.float32 else name
 
     def matrix_step(self, printer: Printer, k: str, sums: Sums, tiles: Tiles | None = None) -> None:
         """One step on the matrix units, over `tiles` of the weights where they are loaded already."""

@@ -149,6 +149,18 @@ def test_peeled(name, peel, tmp_path):
         check(quantised(lambda: make(BF16, 13), 128 if number else 40, kn), replace(choice, **more), tmp_path / f"int8{number}")
 
 
+@pytest.mark.parametrize("block_k", [128, 32], ids=["one_step", "steps"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_layer_norm_behind_the_product(rows, block_k, tmp_path):
+    """Sums that need no rows are made while the kernel before still runs, or beside the products."""
+    for number, (block_n, warps) in enumerate(((4, 1), (2, 4), (8, 8))):
+        choice = Choice("gemv", rows, rows, block_n, block_k, 128, warps, deferred=True)
+        for name, case in (("gpt2", plans.gpt2_qkv(F16, 1, rows)), ("neox", plans.neox_qkv(BF16, 1, rows, d=16, rotary=16))):
+            case.spec.constants = frozenset(range(1, len(case.inputs)))
+            assert "add_each" in generate(case.spec, choice)[0].source
+            check(case, choice, tmp_path / f"{name}{number}")
+
+
 def test_rows_rounded_to_int8(tmp_path):
     for number, (rows, choice) in enumerate([(1, GEMV), (13, replace(SKINNY, split=3)), (70, TILED)]):
         case = rounded_rows(quantised(lambda rows=rows: plans.projection(BF16, rows, inner=520, columns=133)))
