@@ -28,7 +28,7 @@ from bench import path, timing
 from bench.attention import Case
 from bench.comparators import DTYPES, FLOOR, SLACK, WIDER, reset
 from bench.compile_pool import CompilePool, generated
-from bench.linear import Candidate, Running, graph_of, parse_choices
+from bench.linear import Candidate, Running, graph_of, median_of, parse_choices
 from bench.linear_forms import region_of
 from bench.report import Report, Settings, figure
 
@@ -161,16 +161,11 @@ def measure(tried: Tried, best: int, name: str, report: Report) -> None:
         times: list[list[float]] = [[] for _ in graphs]
         for turn in range(report.settings.blocks):
             for number in range(len(graphs)) if turn % 2 == 0 else reversed(range(len(graphs))):
-                times[number].append(_median(*graphs[number], replays=2))
+                times[number].append(median_of(*graphs[number], replays=2))
         library = statistics.median(times[0])
         for candidate, values in zip(again, times[1:], strict=True):
             candidate.us = statistics.median(values)
     _report(problem, candidates, library, best, report)
-
-
-def _median(graph: Any, launches: int, replays: int) -> float:
-    """Microseconds of a launch."""
-    return statistics.median(timing.event_times(graph.replay, replays)) * 1e3 / launches
 
 
 def _try(problem: Problem, candidate: Candidate, name: str, runs: dict[int, Callable[[int], Any]]) -> None:
@@ -190,7 +185,7 @@ def _try(problem: Problem, candidate: Candidate, name: str, runs: dict[int, Call
         elif not all(torch.equal(run(0)[0], first) for _ in range(3)):
             candidate.problem = "wrong: the bits of the result change from run to run"
         elif torch.cuda.is_available():
-            candidate.us = _median(*graph_of(run, len(problem.sets)), replays=5)
+            candidate.us = median_of(*graph_of(run, len(problem.sets)), replays=5)
             runs[id(candidate)] = run
     except Exception as error:
         candidate.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

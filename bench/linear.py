@@ -240,7 +240,7 @@ def _again(problem: Problem, candidates: Sequence[Candidate], runs: Sequence[Cal
     times: list[list[float]] = [[] for _ in graphs]
     for turn in range(blocks):
         for number in range(len(graphs)) if turn % 2 == 0 else reversed(range(len(graphs))):
-            times[number].append(_median(*graphs[number], replays=2))
+            times[number].append(median_of(*graphs[number], replays=2))
     for candidate, values in zip(candidates, times[1:], strict=True):
         candidate.us = statistics.median(values)
     return statistics.median(times[0])
@@ -248,7 +248,7 @@ def _again(problem: Problem, candidates: Sequence[Candidate], runs: Sequence[Cal
 
 def time_of(run_copy: Callable[[int], Any], copies: int) -> float:
     """Microseconds of the device a launch: the median of replays of a CUDA graph over every copy in turn."""
-    return _median(*graph_of(run_copy, copies), replays=REPLAYS)
+    return median_of(*graph_of(run_copy, copies), replays=REPLAYS)
 
 
 def graph_of(run_copy: Callable[[int], Any], copies: int) -> tuple[Callable[[], None], int]:
@@ -279,7 +279,8 @@ def graph_of(run_copy: Callable[[int], Any], copies: int) -> tuple[Callable[[], 
     return replay, launches
 
 
-def _median(replay: Callable[[], None], launches: int, replays: int) -> float:
+def median_of(replay: Callable[[], None], launches: int, replays: int) -> float:
+    """Microseconds of a launch."""
     return statistics.median(timing.event_times(replay, replays)) * 1e3 / launches
 
 
