@@ -8,9 +8,10 @@ for any c. So all sums are made side by side, and one exchange between the threa
 product would each need one, behind one another. sum(g w) and sum(b w) have nothing of the rows in them: where a program holds all of its
 columns' weights, they are made before the kernel waits for the one before it.
 
-c is the row's first element. How much of the differences from c cancels decides what the variance, sum((x - c)^2) / n - (m - c)^2, loses:
-no element of a row of n lies further from the mean than sqrt(n - 1) deviations, so at most the last log2(n) bits of fp32, and none of
-those where the first element is like the others. A row of equal elements has the variance 0.
+c is the median of three elements of the row, which are read with the row itself. How far it lies from the mean decides what cancels in the
+variance, sum((x - c)^2) / n - (m - c)^2: of c = m + r d the last log2(r^2) bits of fp32. Most elements of a row lie within a few deviations.
+A few channels may lie far outside; for c to be one, two of the three elements must be, and even then r is at most sqrt(n / 2), since so
+far away they make the deviation what it is. A row of equal elements has the variance 0.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Behind:
         self.gained: dict[Key, str] = {}  # the weights times the gain, where they are made before the wait
         self.by_gain: Sums = {}  # names of sum(g w) and of sum(b w)
         self.by_bias: Sums = {}
-        self.first = Text("")  # the first element of each row
+        self.middle = Text("")  # c of each row
         self.total = self.squares = ""
         self.whole: set[str] = set()  # names of what has a value in every place of a tile
         self.single = products.linear.single
@@ -105,8 +106,12 @@ class Behind:
         _, around = products.x_tile(products.k or "k", statistics)
         printer = products.outer(statistics).on(around)
         printer.expect([self.reduction.body])
-        body.comment("rows are lowered by their first elements, lest their mean is large beside what they differ by")
-        self.first = printer.value(self.reduction.body, ((t.K, sympy.Integer(0)),), name=True)
+        body.comment("what rows are lowered by, lest their mean is large beside what they differ by: the median of three elements")
+        places = (0, int(products.inner) // 3, int(products.inner) * 2 // 3)
+        few = [printer.value(self.reduction.body, ((t.K, sympy.Integer(at)),), name=True) for at in places]
+        a, b, c = (text.code for text in few)
+        code = f"tl.maximum(tl.minimum({a}, {b}), tl.minimum(tl.maximum({a}, {b}), {c}))"
+        self.middle = printer.statement(code, few[0].axes | few[1].axes | few[2].axes, "middle")
         self.total, self.squares = names.new("total"), names.new("squares")
         if products.straight:
             return
@@ -128,7 +133,7 @@ class Behind:
         printer.expect(self.roots)
         value = printer.value(self.reduction.body, name=True)
         k_axis = max(printer.tile.bound[t.K].axes)
-        lowered, axes = f"{value.at(1)} - {self.first.at(PRODUCT)}", value.axes | self.first.axes | {k_axis}
+        lowered, axes = f"{value.at(1)} - {self.middle.code}", value.axes | self.middle.axes | {k_axis}
         if k_axis in printer.tile.masks:
             lowered = f"tl.where({printer.tile.masks[k_axis]}, {lowered}, 0.0)"
         x = printer.statement(lowered, axes, "lowered").code

@@ -16,7 +16,7 @@ from .kernel import Choice
 from .layout import Interner
 from .pointwise import MOST_AT_ONCE, is_float
 
-LONGEST_LAYER = 8192  # elements of a row whose layer norm is deferred: what its variance loses stays below half precision's rounding
+LONGEST_LAYER = 4096  # elements of a row whose layer norm is deferred: what its variance can lose stays below half precision's rounding
 WIDEST_DEFERRED = 8  # columns of a gemv with a deferred norm: Triton 3.6's LLVM aborts (in its SLP vectoriser) on some with 16 and more
 
 

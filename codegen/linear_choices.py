@@ -21,7 +21,7 @@ from .roofline import power_of_two
 MOST = 36  # candidates that are handed out
 MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
 PEELED = 4  # copies of them whose first step is peeled, the best
-BEHIND = 6  # and whose layer norm comes behind the product
+BEHIND = 4  # and whose layer norm comes behind the product
 ALIKE_WORDS = 1  # and so over words, where memory decides, and the model tells tiles apart by a percent or two
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
 APART_ROWS = 16  # from which skinny's prologue is tried as a kernel of its own
