@@ -8,10 +8,10 @@ for any c. So all sums are made side by side, and one exchange between the threa
 product would each need one, behind one another. sum(g w) and sum(b w) have nothing of the rows in them: where a program holds all of its
 columns' weights, they are made before the kernel waits for the one before it.
 
-c is the median of three elements of the row, which are read with the row itself. How far it lies from the mean decides what cancels in the
-variance, sum((x - c)^2) / n - (m - c)^2: of c = m + r d the last log2(r^2) bits of fp32. Most elements of a row lie within a few deviations.
-A few channels may lie far outside; for c to be one, two of the three elements must be, and even then r is at most sqrt(n / 2), since so
-far away they make the deviation what it is. A row of equal elements has the variance 0.
+c is the median of three elements of the row, which are read with the row itself. How far it lies from the mean decides what cancels in
+the variance, sum((x - c)^2) / n - (m - c)^2: of c = m + r d the last log2(r^2) bits of fp32. Most elements of a row lie within a few
+deviations. A few channels may lie far outside; for c to be one, two of the three elements must be, and even then r is at most
+sqrt(n / 2), since so far away they make the deviation what it is. A row of equal elements has the variance 0.
 """
 
 from __future__ import annotations
