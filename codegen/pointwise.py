@@ -158,6 +158,50 @@ def late(tile, PACKED: tl.constexpr, PDL: tl.constexpr):
 """,
         (),
     ),
+    "asked": (
+        """\
+@triton.jit
+def asked(PDL: tl.constexpr):
+    # What is loaded before this place is asked for before it: compilers put loads off until their values are used.
+    if PDL:
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+""",
+        (),
+    ),
+    "by_lane": (
+        """\
+@triton.jit
+def by_lane(tile):
+    # [8, warps, n / 8, chunks, 32] -> [warps, n, k]: the matrix units' first operand. Of 32 elements along k, a thread has the eight that
+    # it loaded, but for the units they are two at each of four places; which they are does not matter to the sum over k.
+    halves = tl.reshape(tile, [8, tile.shape[1], tile.shape[2], tile.shape[3], 4, 2, 2, 2])
+    placed = tl.permute(halves, [1, 2, 0, 3, 5, 6, 4, 7])
+    return tl.reshape(placed, [tile.shape[1], tile.shape[2] * 8, tile.shape[3] * 32])
+""",
+        (),
+    ),
+    "by_lane_across": (
+        """\
+@triton.jit
+def by_lane_across(tile):
+    # [8, warps, m / 8, chunks, 32] -> [warps, k, m]: the second operand, with k in the order of `by_lane`.
+    halves = tl.reshape(tile, [8, tile.shape[1], tile.shape[2], tile.shape[3], 4, 2, 2, 2])
+    placed = tl.permute(halves, [1, 3, 5, 6, 4, 7, 2, 0])
+    return tl.reshape(placed, [tile.shape[1], tile.shape[3] * 32, tile.shape[2] * 8])
+""",
+        (),
+    ),
+    "along_lanes": (
+        """\
+@triton.jit
+def along_lanes(rows):
+    # [m] -> [8, 1, m / 8, 1, 1]
+    return tl.reshape(tl.trans(tl.reshape(rows, [rows.shape[0] // 8, 8])), [8, 1, rows.shape[0] // 8, 1, 1])
+""",
+        (),
+    ),
     "early": (
         """\
 @triton.jit
