@@ -42,8 +42,8 @@ def refusal(spec: t.KernelSpec, choice: Choice) -> str:
         return ""
     if choice.schedule != "skinny" or not isinstance(plan, t.LinearPlan):
         return f"direct is a way of the schedule skinny, not of {choice.schedule}"
-    if choice.num_stages != 1 or choice.peel:
-        return "direct has no stages and no peeled step: it needs num_stages=1 and peel=''"
+    if choice.num_stages != 1:
+        return f"direct holds one step in registers: it needs num_stages=1, not {choice.num_stages}"
     chunk = CHUNK * choice.num_warps
     if choice.block_k % chunk or choice.block_n < SHORTEST_N or choice.block_m < LANES:
         return (
