@@ -1,4 +1,4 @@
-"""Whether a model is still the one whose steps were recorded: its modules, hooks and weights, looked at before every generation."""
+"""Whether a model is still the one whose steps were recorded: its modules, hooks and weights, looked at in every generation."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsi.runtime import packs
 from torch import Tensor, nn
 
 _attributes = operator.attrgetter("__dict__")
-_parts = operator.attrgetter("_parameters", "_buffers", "_modules")
-_hooks = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
+_parts = operator.itemgetter("_parameters", "_buffers", "_modules")
+_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 _address = Tensor.data_ptr
 _version = operator.attrgetter("_version")
+
+
+class _State(NamedTuple):
+    sizes: list[int]
+    kinds: list[type]
+    addresses: list[int]
+    versions: list[int]
+    hooks: list[Any]
+    refreshed: int
 
 
 class Watch:
@@ -25,11 +34,15 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._seen = 0
-        self._modules: list[Callable[[], Any]] = []
-        self._held: list[Callable[[], Any]] = []
-        self._tensors: list[Callable[[], Any]] = []
-        self._versioned: list[Callable[[], Any]] = []
-        self._state: tuple[Any, ...] = ()
+        self._modules: list[weakref.ref[Any]] = []
+        self._tensors: list[weakref.ref[Any]] = []
+        self._versioned: list[bool] = []
+        self._held: list[int] = []
+        self._pick = _picker(())
+        # What was held and is no longer alive. Without such, whoever has an id is who had it.
+        self._gone: list[Any] = [None]
+        self._watched: list[Any] = []
+        self._state = _State([], [], [], [], [], 0)
 
     def look(self) -> int:
         """A number that is another one than at the last look where, since then, a weight has come to lie elsewhere or was written to, or a
@@ -40,58 +53,76 @@ class Watch:
             self._seen += 1
         return self._seen
 
+    def lies(self) -> int | None:
+        """The number of the last look, where all that a recorded step reads is still in memory: it may be launched before the next look,
+        which says whether it was the right one. None where there may be less. A small part of a look."""
+        if self._gone:
+            return None
+        tensors, state = _alive(self._tensors), self._state
+        # What hooks read may be theirs alone.
+        if self._gone or state.hooks or state.refreshed != packs.refreshed or list(map(_address, tensors)) != state.addresses:
+            return None
+        return self._seen
+
     def _as_it_was(self) -> bool:
-        modules, tensors = _alive(self._modules), _alive(self._tensors)
-        if not modules or _any_gone(modules) or _any_gone(tensors):
+        if self._gone:
             return False
-        held, sizes = _tables(modules)
+        modules = _alive(self._modules)
+        if self._gone:
+            return False
+        held, sizes, hooks = _tables(modules)
         # Where all tables hold what they held, all modules are those that they were.
-        if sizes != self._state[0] or not all(map(operator.is_, held, _alive(self._held))):
+        if sizes != self._state.sizes or list(map(id, held)) != self._held:
             return False
+        tensors = self._pick(held)
         try:
-            return _state(modules, sizes, tensors, _alive(self._versioned)) == self._state
+            same = _state(modules, sizes, hooks, tensors, itertools.compress(tensors, self._versioned)) == self._state
         except RuntimeError:  # a tensor that counts its versions no longer
             return False
+        return same and not self._gone
 
     def _take(self) -> None:
         modules = list(self._model.modules())
-        held, sizes = _tables(modules)
-        tensors = [part for part in held if isinstance(part, Tensor)]
-        versioned = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._modules, self._held, self._tensors, self._versioned = map(_weakly, (modules, held, tensors, versioned))
-        self._state = _state(modules, sizes, tensors, versioned)
+        held, sizes, hooks = _tables(modules)
+        self._pick = _picker([number for number, part in enumerate(held) if isinstance(part, Tensor)])
+        tensors = self._pick(held)
+        self._versioned = [not tensor.is_inference() for tensor in tensors]
+        self._modules, self._tensors = list(map(weakref.ref, modules)), list(map(weakref.ref, tensors))
+        self._gone = []
+        self._watched = [_noted(part, self._gone.append) for part in held]
+        self._held = list(map(id, held))
+        self._state = _state(modules, sizes, hooks, tensors, itertools.compress(tensors, self._versioned))
 
 
-def _tables(modules: Iterable[Any]) -> tuple[list[Any], list[int]]:
-    """Everything that `modules` hold, in order, forwards of their own included, and how many entries each of their tables has."""
-    tables = list(itertools.chain.from_iterable(map(_parts, modules)))
-    held = list(itertools.chain.from_iterable(map(dict.values, filter(None, tables))))  # most are empty
-    forwards = [attributes.get("forward") for attributes in map(_attributes, modules)]
-    return held + forwards, [*map(len, tables), *map(operator.is_not, forwards, itertools.repeat(None))]
-
-
-def _state(modules: Sequence[Any], sizes: list[int], tensors: Sequence[Tensor], versioned: Sequence[Tensor]) -> tuple[Any, ...]:
-    hooks = [(number, *table) for number, table in enumerate(itertools.chain.from_iterable(map(_hooks, modules))) if table]
-    return sizes, list(map(type, modules)), list(map(_address, tensors)), list(map(_version, versioned)), hooks, packs.refreshed
-
-
-def _weakly(parts: Iterable[Any]) -> list[Callable[[], Any]]:
-    """For each part what returns it while it is alive, and None afterwards."""
-    return list(map(_reference, parts))
-
-
-def _reference(part: Any) -> Callable[[], Any]:
-    if part is None:
-        return type(None)
+def _noted(part: Any, note: Callable[[Any], None]) -> Any:
+    """A reference whose end is noted, if there can be one: None and some callables are kept instead."""
     try:
-        return weakref.ref(part)
-    except TypeError:  # of some callables there are no weak references
-        return lambda: part
+        return weakref.ref(part, note)
+    except TypeError:
+        return part
 
 
-def _alive(parts: list[Callable[[], Any]]) -> list[Any]:
+def _tables(modules: Iterable[Any]) -> tuple[list[Any], list[int], bool]:
+    """Everything that `modules` hold, in order, forwards of their own included, how many entries each of their tables has, and whether
+    there are hooks."""
+    own = list(map(_attributes, modules))
+    tables = list(itertools.chain.from_iterable(map(_parts, own)))
+    held = list(itertools.chain.from_iterable(map(dict.values, filter(None, tables))))  # most are empty
+    held += map(dict.get, own, itertools.repeat("forward"))
+    return held, list(map(len, tables)), any(itertools.chain.from_iterable(map(_hooks, own)))
+
+
+def _state(modules: Sequence[Any], sizes: list[int], hooked: bool, tensors: Sequence[Tensor], versioned: Iterable[Tensor]) -> _State:
+    tables = itertools.chain.from_iterable(map(_hooks, map(_attributes, modules))) if hooked else ()
+    hooks = [(number, *table) for number, table in enumerate(tables) if table]
+    numbers = list(map(_address, tensors)), list(map(_version, versioned))
+    return _State(sizes, list(map(type, modules)), *numbers, hooks, packs.refreshed)
+
+
+def _picker(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """What takes these places out of a list."""
+    return operator.itemgetter(*places) if len(places) > 1 else lambda held: [held[place] for place in places]
+
+
+def _alive(parts: Iterable[Callable[[], Any]]) -> list[Any]:
     return [part() for part in parts]
-
-
-def _any_gone(parts: list[Any]) -> bool:
-    return any(map(operator.is_, parts, itertools.repeat(None)))
