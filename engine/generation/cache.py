@@ -58,7 +58,7 @@ class Layer(StaticLayer):
 class KeyValueStore:
     """The memory of the engine's caches. It grows with the batch and with the tokens that are asked for, and is used again by every call.
 
-    `length` counts the tokens of every row, on the device.
+    `length` counts the tokens of every row, on the device. `bytes_a_token`: of one row, in all layers.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
@@ -68,41 +68,43 @@ class KeyValueStore:
         self.grown = 0  # how often the memory has moved
         self.written = 0  # slots of a row that calls may have written to since then
         self.length = torch.zeros((), dtype=torch.int64, device=device)
-        self._memory: list[tuple[Tensor, Tensor]] = []
-        self._caches: dict[int, Cache] = {}
-
-    def cache(self, rows: int, slots: int) -> Cache:
-        """A cache of `rows` rows with room for at least `slots` tokens each, emptied. It may have moved if it had to grow."""
-        if rows > self.rows or slots > self.slots:
-            self._grow(max(rows, self.rows), max(slots, self.slots))
-        if rows not in self._caches:
-            self._caches[rows] = Cache(layers=[Layer(keys[:rows], values[:rows], self.length) for keys, values in self._memory])
-        cache = self._caches[rows]
-        self._clean([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
-        self.length.zero_()
-        return cache
-
-    def _clean(self, tensors: list[Tensor]) -> None:
-        """Slots that no query sees have weight 0, and 0 times what an overflow may have left there is not 0."""
-        if not self.written:
-            return
-        spared = sum(tensor.nbytes for tensor in tensors) / len(tensors) * (1 - self.written / self.slots)  # by leaving out what is clean
-        if spared < LAUNCH_BYTES["cuda" if self.device.type == "cuda" else "cpu"]:
-            torch._foreach_zero_(tensors)  # one launch
-        else:
-            for tensor in tensors:
-                tensor[:, :, : self.written].zero_()
-
-    @property
-    def bytes_a_token(self) -> int:
-        """Bytes of one token of one row, in all layers."""
-        return sum(
+        self.bytes_a_token = sum(
             shape.heads * (shape.key_size * shape.key_dtype.itemsize + shape.value_size * shape.value_dtype.itemsize)
             for shape in self.shapes
         )
+        self._memory: list[tuple[Tensor, Tensor]] = []
+        self._caches: dict[int, tuple[Cache, list[Tensor]]] = {}
+        self._dirty: tuple[tuple[int, int], list[Tensor]] = (0, 0), []  # (rows, slots), and these parts of all tensors
+
+    def cache(self, rows: int, slots: int) -> Cache:
+        """A cache of `rows` rows with room for at least `slots` tokens each, emptied. It may have moved if it had to grow."""
+        cache = self.cleaned(rows, slots)
+        self.length.zero_()
+        return cache
+
+    def cleaned(self, rows: int, slots: int) -> Cache:
+        """The same, with its length left for the caller to set."""
+        if rows > self.rows or slots > self.slots:
+            self._grow(max(rows, self.rows), max(slots, self.slots))
+        if rows not in self._caches:
+            made = Cache(layers=[Layer(keys[:rows], values[:rows], self.length) for keys, values in self._memory])
+            self._caches[rows] = made, [tensor for layer in made.layers for tensor in (layer.keys, layer.values)]
+        cache, tensors = self._caches[rows]
+        if self.written:
+            self._clean(rows, tensors)
+        return cache
+
+    def _clean(self, rows: int, tensors: list[Tensor]) -> None:
+        """Slots that no query sees have weight 0, and 0 times what an overflow may have left there is not 0."""
+        spared = self.bytes_a_token * rows * (self.slots - self.written) / len(tensors)  # of each, by leaving out what is clean
+        if spared >= LAUNCH_BYTES["cuda" if self.device.type == "cuda" else "cpu"]:  # otherwise one launch for all is less
+            if self._dirty[0] != (rows, self.written):
+                self._dirty = (rows, self.written), [tensor[:, :, : self.written] for tensor in tensors]
+            tensors = self._dirty[1]
+        torch._foreach_zero_(tensors)
 
     def _grow(self, rows: int, slots: int) -> None:
-        self._memory, self._caches = [], {}  # given back before the larger one is asked for
+        self._memory, self._caches, self._dirty = [], {}, ((0, 0), [])  # given back before the larger one is asked for
         self.rows = self.slots = self.written = 0
         for shape in self.shapes:
             keys = torch.zeros(rows, shape.heads, slots, shape.key_size, dtype=shape.key_dtype, device=self.device)

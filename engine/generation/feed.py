@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .state import Copies, copy_all
+
 
 class Feed:
     """Prompts of up to `bucket` tokens: `ids` and `positions` [rows, bucket], the place of the last token in `last` [1], and `length` [].
@@ -26,6 +28,10 @@ class Feed:
 
     def fill(self, ids: Tensor, positions: Tensor | None) -> None:
         """Take the tokens `ids` [rows, n] and their positions [rows or 1, n], a tensor that is not written to while it is in use."""
+        copy_all(self.filling(ids, positions))
+
+    def filling(self, ids: Tensor, positions: Tensor | None) -> Copies:
+        """The same, but for the copy of the tokens, which is left to the caller."""
         n = ids.shape[1]
         first = self.bucket - n if self.at_end else 0
         same, positioned = n == self._filled, positions is not None and positions is self._positions
@@ -35,9 +41,9 @@ class Feed:
             self.ids.zero_()
             self.last.fill_(first + n - 1)
             self.length.fill_(n)
-        self.ids[:, first : first + n].copy_(ids)
         if not (same and positioned):
             self.positions.zero_()
             if positions is not None:
                 self.positions[:, first : first + n].copy_(positions)
         self._filled, self._positions = n, positions
+        return [(self.ids[:, first : first + n], ids)]

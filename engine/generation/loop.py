@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,8 +111,8 @@ class Loop:
         if request.past is not None and request.held:
             take_over(cache, request.past, request.held, self.store.slots - request.held if self.decoder.rolls else 0)
         state = self._state(rows)
-        self._begin(state, request)
-        self._tokens(state, behind or (cache, cache), request)
+        feed = self._begin(state, request)
+        self._tokens(state, feed, behind or (cache, cache), request)
         n = request.ids.shape[1]
         # Steps behind the end may have been run: they have moved what rolls.
         first = self.store.slots - int(state.length) if self.decoder.rolls else 0
@@ -144,11 +143,11 @@ class Loop:
         """An empty cache for `total` tokens a row; with room for more, so that it need not grow soon, if the memory is there."""
         slots = cache_bucket(total, self.least, self.most)
         try:
-            return self.store.cache(rows, slots)
+            return self.store.cleaned(rows, slots)
         except RuntimeError:  # what running out of memory is, on every device
             needed = max(total, self.least)
             try:
-                return self.store.cache(rows, needed)
+                return self.store.cleaned(rows, needed)
             except RuntimeError as error:
                 size = self.store.bytes_a_token * needed * rows / 2**20
                 raise RuntimeError(
@@ -163,34 +162,30 @@ class Loop:
             self._states[key] = kind(rows, self.store.slots, self.store.length)
         return self._states[key]
 
-    def _begin(self, state: State, request: Request) -> None:
-        recipe = request.recipe
-        state.begin(request.ids, request.mask, request.ends, request.pad, recipe.numbers)
-        if request.held:
-            state.length.fill_(request.held)
-        if recipe.skipped is not None:
-            state.skipped.copy_(recipe.skipped)
-
-    def _feed(self, state: State, request: Request) -> Feed:
+    def _begin(self, state: State, request: Request) -> Feed:
+        """Have `state` begin, and the prompt in its buffers."""
         # Padding between what is held and what is fed would be tokens that a model counts.
         whole = self.decoder.rolls and request.held > 0
         bucket = request.fed if whole else prompt_bucket(request.fed, state.slots - request.held)
         if (state.rows, bucket) not in self._feeds:
             self._feeds[state.rows, bucket] = Feed(state.rows, bucket, self.device, at_end=self.decoder.rolls)
-        feed = self._feeds[state.rows, bucket]
-        feed.fill(request.ids[:, -request.fed :], request.positions)
+        feed, recipe = self._feeds[state.rows, bucket], request.recipe
+        copies = [*feed.filling(request.ids[:, -request.fed :], request.positions)]
         if request.positions is not None:
-            state.position.copy_(request.positions[:, -1:])
+            copies.append((state.position, request.positions[:, -1:]))
+        begins = request.ids, request.mask, request.ends, request.pad, recipe.numbers
+        state.begin(*begins, held=request.held, looks_behind=recipe.looks_behind, besides=copies)
+        if recipe.skipped is not None:
+            state.skipped.copy_(recipe.skipped)
         return feed
 
     # ---------------------------------------------------------------------------------------------------------------------- steps
 
-    def _tokens(self, state: State, caches: tuple[Any, Any], request: Request) -> None:
+    def _tokens(self, state: State, feed: Feed, caches: tuple[Any, Any], request: Request) -> None:
         """Run the steps, and count the tokens that a row gets. `caches`: what the prompt's step is given, and what each decode step is."""
         recipe = request.recipe
         masked = request.source is None and (state.rows > 1 or request.mask is not None or self.decoder.always_masked)
         mask = state.mask if masked else None
-        feed = self._feed(state, request)
         self._began = state, feed, request.ids.shape[1], request.held, request.limit
         bucket = feed.bucket
         self.store.written = state.slots if self.decoder.rolls else max(self.store.written, request.held + bucket, request.total)
@@ -198,23 +193,20 @@ class Loop:
         written, cache = caches
         places = () if request.source is None else (written.states.shape[1], cache.states.shape[1])
         one = bucket == 1 and request.source is None  # a prompt that is a decode step
-        stack = contextlib.ExitStack()
-
-        @functools.cache
-        def loud() -> None:
-            """Once, before the first step that may compile something: launching a record does not."""
-            stack.enter_context(loudly)
+        within = _Within(self.decoder)
 
         def prompt() -> None:
-            loud()
+            within.loudly()
             if one:
+                within.decoding()
                 logits = self._step(feed.ids, feed.positions, mask, cache, feed.length)
             else:
                 logits = self._prompt(feed.ids, feed.positions, mask, written, feed.length, feed.last)
             state.follow(recipe, logits[:, -1], feed.length)
 
         def step() -> None:
-            loud()
+            within.loudly()
+            within.decoding()
             logits = self._step(state.token, state.position, mask, cache, state.one)
             state.follow(recipe, logits[:, -1], state.one)
 
@@ -222,10 +214,8 @@ class Loop:
         self.last_step, self.last_prompt = ("step", *kind, *places[1:]), ("prompt", bucket, *kind, *places)
         looks = _Looks(self, state, request)
         launch: Callable[[], None] | None = None
-        with stack:
+        with within:
             for number in range(request.limit):
-                if number == (not one):
-                    stack.enter_context(self.decoder.decoding())
                 if launch is not None:
                     launch()
                 elif number == 0:
@@ -243,6 +233,25 @@ class Loop:
             return False
         self._compiled.add(key)
         return True
+
+
+class _Within(contextlib.ExitStack):
+    """What steps run in that may compile something, entered by the first that does: launching a record takes none of it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self._decoder = decoder
+        self._loudly = self._decoding = False
+
+    def loudly(self) -> None:
+        if not self._loudly:
+            self._loudly = True
+            self.enter_context(loudly)
+
+    def decoding(self) -> None:
+        if not self._decoding:
+            self._decoding = True
+            self.enter_context(self._decoder.decoding())
 
 
 class _Looks:

@@ -25,7 +25,8 @@ class Recipe:
     """How a token is picked from logits.
 
     `key` tells recipes apart that are different computations; numbers that change from call to call (lengths) are in the state, under the
-    names in `numbers`, and the tokens that each row's penalties skip at its beginning in `skipped`.
+    names in `numbers`, and the tokens that each row's penalties skip at its beginning in `skipped`. `looks_behind`: whether a process reads
+    the state's ids behind the newest token.
     """
 
     sample: bool
@@ -33,6 +34,7 @@ class Recipe:
     steps: list[Process] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     skipped: Tensor | None = None
+    looks_behind: bool = False
 
     def add_number(self, name: str, value: int) -> None:
         """Have the state hold `value` under `name`. Raises `NotOurs` where another processor wants another value there."""
@@ -108,6 +110,7 @@ def _repetition(processor: Any, made: Recipe) -> Hashable:
         return padded.scatter(1, ids, torch.where(found < 0, found * penalty, found / penalty))[:, :vocabulary]
 
     made.steps.append(process)
+    made.looks_behind = True
     return penalty, "by row" if by_row else bool(skip)
 
 

@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from .sampling import Recipe
 
 NUMBERS = ("least", "least_new", "repetition_skip", "begin", "forced_last")
+STARTS = 64  # of numbers to begin with, that are kept on the device
+
+Copies = Sequence[tuple[Tensor, Tensor]]  # (to, from)
 
 
 class State:
     """Buffers for `rows` rows of up to `slots` tokens. A decode step reads and writes nothing else besides weights and cache.
 
-    * `ids` [rows, slots]: the sequence so far, prompt included; behind it each row repeats its last prompt token.
+    * `ids` [rows, slots]: the sequence so far, prompt included; behind it each row repeats its last prompt token, for those who look there.
     * `count`, `made` []: tokens in a row of `ids`, and tokens made. `length` []: those in the cache (shared with the cache).
     * `token`, `position` [rows, 1]: what the next step reads, and its position. `mask` [rows, slots]: 0 in slots of padding.
     * `finished` [rows]: rows that are at their end; they go on with `pad`. `ends` [n]: the end-of-sequence tokens.
@@ -33,13 +36,18 @@ class State:
         self.rows, self.slots, self.length = rows, slots, length
         self.ids, self.mask = integers(rows, slots), integers(rows, slots)
         self.token, self.position, self.skipped = integers(rows, 1), integers(rows, 1), integers(rows)
-        self.count, self.made, self.pad = integers(), integers(), integers()
+        self.pad = integers()
+        # Counters are one memory, so that one copy sets them; two entries each, since kernels are specialised on addresses that 16 divides.
+        self._counters = integers(2 * (2 + len(NUMBERS)) + -(-rows // 8))
+        self.count, self.made, *numbers = self._counters[: 2 * (2 + len(NUMBERS)) : 2].unbind()
+        self.finished = self._counters[2 * (2 + len(NUMBERS)) :].view(torch.bool)[:rows]
         self.one = torch.ones((), dtype=torch.int64, device=device)
-        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
         self.board = integers(slots, rows + 1)
         self.columns = torch.arange(slots, device=device)
         self.ends: Tensor | None = None
-        self._numbers = {name: integers() for name in NUMBERS}
+        self._numbers = dict(zip(NUMBERS, numbers, strict=True))
+        self._starts: dict[tuple[int, ...], Tensor] = {}
+        self._nothing = integers()
         self._ends: dict[int, tuple[Tensor, Tensor]] = {}  # by their number: where they are held, and what was copied there
         self._pad: Tensor | int | None = None  # what `pad` was set to
         self._hides = True  # whether `mask` may hold a 0
@@ -56,31 +64,57 @@ class State:
             self._constants[key] = torch.tensor(key, dtype=torch.int64, device=self.ids.device)
         return self._constants[key]
 
-    def begin(self, ids: Tensor, mask: Tensor | None, ends: Tensor | None, pad: Tensor | int, numbers: dict[str, int]) -> None:
+    def begin(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        ends: Tensor | None,
+        pad: Tensor | int,
+        numbers: dict[str, int],
+        *,
+        held: int = 0,
+        looks_behind: bool = True,
+        besides: Copies = (),
+    ) -> None:
         """Start with `ids` [rows, n]. mask [rows, m]: of the tokens in the cache and in the prompt, None where none is padding. `ends`:
-        None where no token ends a row. `pad` and `ends` are not written to while they are in use: the same ones are not copied again."""
+        None where no token ends a row. `pad` and `ends` are not written to while they are in use: the same ones are not copied again.
+        `held`: tokens in the cache. looks_behind: whether a step looks at what is behind the newest token in `ids`. `besides`: what else
+        is to be copied."""
         n = ids.shape[1]
-        self.ids[:, :n].copy_(ids)
-        self.ids[:, n:].copy_(ids[:, -1:].expand(-1, self.slots - n))
+        copies = [(self._counters, self._start(n, numbers)), (self.ids[:, :n], ids), *besides]
+        if held:
+            self.length.fill_(held)
+        else:
+            copies.append((self.length, self._nothing))
+        copy_all(copies)
+        if looks_behind:
+            self.ids[:, n:].copy_(ids[:, -1:].expand(-1, self.slots - n))
         if mask is not None or self._hides:
             self.mask.fill_(1)
         self._hides = mask is not None
         if mask is not None:
             self.mask[:, : mask.shape[1]].copy_(mask)
-        self.count.fill_(n)
-        self.made.zero_()
-        self.finished.zero_()
         if pad is not self._pad:
             self.pad.copy_(pad) if isinstance(pad, Tensor) else self.pad.fill_(pad)
         self._pad = pad
         self.ends = None
         if ends is not None:
-            self.ends, held = self._ends.get(len(ends)) or (torch.empty_like(ends, device=self.ids.device), None)
-            if held is not ends:
+            self.ends, copied = self._ends.get(len(ends)) or (torch.empty_like(ends, device=self.ids.device), None)
+            if copied is not ends:
                 self.ends.copy_(ends)
             self._ends[len(ends)] = self.ends, ends
-        for name, value in numbers.items():
-            self._numbers[name].fill_(value)
+
+    def _start(self, n: int, numbers: dict[str, int]) -> Tensor:
+        """The counters behind `n` tokens of a prompt."""
+        key = (n, 0, *(numbers.get(name, 0) for name in NUMBERS))
+        found = self._starts.get(key)
+        if found is None:
+            if len(self._starts) >= STARTS:
+                self._starts.clear()
+            values = [value for number in key for value in (number, 0)]
+            values += [0] * (len(self._counters) - len(values))  # of rows that are finished
+            found = self._starts[key] = torch.tensor(values, dtype=torch.int64, device=self.ids.device)
+        return found
 
     @property
     def ending(self) -> int:
@@ -103,3 +137,16 @@ class State:
         self.made.add_(1)
         self.position.add_(1)
         self.length.add_(fed)
+
+
+def copy_all(copies: Copies) -> None:
+    """Copy each to its place. What is one run of memory on both sides takes one launch in all."""
+    joined = []
+    for to, source in copies:
+        if to.dim() == 2 and len(to) == len(source) == 1:
+            to, source = to.view(-1), source.reshape(-1)
+        if to.shape == source.shape and to.is_contiguous() and source.is_contiguous():
+            joined.append((to, source))
+        else:
+            to.copy_(source)
+    torch._foreach_copy_([to for to, _ in joined], [source for _, source in joined])
