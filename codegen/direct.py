@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 LANES, CHUNK = 8, 32  # columns (or rows) and elements along k of what a warp loads at once
 AXES, AXES_N, AXES_K = frozenset(range(5)), frozenset((0, 2)), frozenset((1, 3, 4))
+REGISTERS, BESIDE = 65536, 24  # of a processor; of a thread beside what it holds
 SHORTEST_N = 16  # columns of a block at least: the height of the matrix units' tile
 
 
@@ -59,6 +60,12 @@ def refusal(spec: t.KernelSpec, choice: Choice) -> str:
         if window.across(tensor):
             return f"direct needs weights that lie contiguous along the contracted dimension, which {tensor.name} does not"
     return ""
+
+
+def most_registers(held: int, warps: int) -> int:
+    """Registers that a thread may have which holds tiles and sums in `held` of them."""
+    programs = REGISTERS // (32 * warps * (held + BESIDE))
+    return min(255, REGISTERS // (32 * warps * max(programs, 1)) // 8 * 8)
 
 
 def spread(block: str) -> str:
@@ -124,9 +131,21 @@ class Direct:
     def hold(self, statistics: Bases) -> None:
         """Puts what the first step needs of the rows into variables of their own."""
         self.load_first(statistics, constants=False)
+        self.limit_registers()
         for load, name in self.first.items():
             self.carried.append((load, self.linear.builder.names.new(f"{name}_now")))
             self.products.body.line(f"{self.carried[-1][1]} = {name}")
+
+    def limit_registers(self) -> None:
+        """States how many registers a thread may have: as many as let no fewer programs on a processor than what they hold does. Without a
+        limit ptxas takes twice as many, a second set for the tiles that it loads."""
+        choice, products = self.linear.choice, self.products
+        dtypes = [products.spec.inputs[window.weight].dtype for window in products.segment.windows] * products.columns.parts
+        rows = sum(load.dtype.itemsize for load in self.first) * choice.block_m * choice.block_k
+        held = rows + sum(dtype.itemsize for dtype in dtypes) * choice.block_n * choice.block_k
+        sums = len(dtypes) * choice.block_m * choice.block_n // 32 + (choice.block_m if products.squares else 0)
+        most = most_registers(held // (4 * 32 * choice.num_warps) + sums, choice.num_warps)
+        self.linear.builder.registers = max(self.linear.builder.registers, most)
 
     # ------------------------------------------------------------------------------------------------------------------- loop
 
