@@ -19,10 +19,10 @@ from .compiled import loudly
 from .decoder import NotOurs
 from .examine import examine, position_limit, source_limit
 from .facade import Facade
-from .kept import Call, Kept
-from .loop import Loop, Made
+from .kept import Call, Further, Kept
+from .loop import Changed, Loop, Made
 from .progress import compiling
-from .prompts import check_cache, check_ids, check_padding, check_prompt, check_room, check_source, prompt_length, total_length
+from .prompts import check_cache, check_ids, check_padding, check_prompt, check_room, check_source, prompt_length, total_length, vocabulary
 from .request import Request, request_of
 from .seq2seq import states_of
 from .steps import Steps, recorder_for
@@ -66,7 +66,8 @@ class Generator:
         self._facade = Facade(model, options, self._sample, self._check_prepared)
         self._lock = threading.RLock()
         self._kept = Kept(model)
-        self._prepared: tuple[Tensor, Request, Any, int] | None = None  # what `_sample` made last, of what, and which model that is for
+        # What `_sample` made last, of what, and which model that is for, with its vocabulary.
+        self._prepared: tuple[Tensor, Request, Any, int, int | None] | None = None
         self._done: Any = None
         self._called = False
 
@@ -89,10 +90,14 @@ class Generator:
         # Arguments without a name here, and those that are given twice, are for transformers to look at.
         call = self._kept.call(given) if len(given) == len(args) + len(kwargs) else None
         if call is not None and self._kept.has(call):
-            with self._lock, torch.inference_mode(False), torch.no_grad(), self._ordered():
-                again = self._again(call)
-            if again is not None:
-                return again
+            try:
+                with self._lock, torch.inference_mode(False), torch.no_grad(), self._ordered():
+                    again = self._again(call)
+                if again is not None:
+                    return again
+            except Changed:
+                if call.streamer is not None:
+                    kwargs["streamer"] = Further(call.streamer)
         check_prompt(self.model, given)
         check_source(self.model, given, self._source_positions)
         check_cache(given, None)
@@ -120,21 +125,26 @@ class Generator:
     # --------------------------------------------------------------------------------------------------------------------- the loop
 
     def _again(self, call: Call) -> Tensor | None:
-        """The ids that `call` makes, if it is prepared already."""
-        if self.loop is None:
+        """The ids that `call` makes, if it is prepared already. Raises `Changed` where a record of the prompt, which the streamer has been
+        given by then, turned out to be of another model."""
+        loop = self.loop
+        if loop is None:
             return None
-        looked, ids = self.loop.look(), call.ids.cpu()
-        request = self._kept.request(call, looked, ids)
+        looked = loop.lies()
+        sure = looked is None
+        looked = loop.look() if looked is None else looked
+        ids, size = call.ids.cpu(), vocabulary(self.model)
+        request = self._kept.request(call, looked, size, ids)
         if request is None:
             return None
-        check_ids(self.model, call.name, ids)
+        check_ids(call.name, ids, size)
         self._check(request.fed, request.total)
         if call.streamer is not None:
             call.streamer.put(ids)
         try:
-            made = self.loop.run(request, looked)
+            made = loop.run(request, looked, sure)
         except torch._dynamo.exc.Unsupported:
-            if self.loop.taken or call.streamer is not None:
+            if loop.taken or call.streamer is not None:
                 raise
             self._kept.forget()  # the model is more than one graph by now: `_sample` says so
             return None
@@ -153,7 +163,7 @@ class Generator:
             log.debug("generation runs in transformers' loop: %s", reason)
             raise
         self._check(request.held + request.fed, request.total)
-        looked = loop.look()
+        looked, size = loop.look(), vocabulary(self.model)
         try:
             made = loop.run(request, looked)
         except torch._dynamo.exc.Unsupported as error:
@@ -174,7 +184,7 @@ class Generator:
         elif config.return_dict_in_generate:
             cache = hand_over(made.cache, DynamicCache(config=self.model.config), 0, made.held, made.first)
         if not config.return_dict_in_generate:
-            self._prepared = ids, request, config, looked
+            self._prepared = ids, request, config, looked, size
             return ids
         return GenerateDecoderOnlyOutput(sequences=ids, **{_CACHE_FIELD: cache})
 

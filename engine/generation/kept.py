@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
-from .frozen import frozen
+from .frozen import Known, frozen
 from .hooks import HOOK
 from .prompts import TEXT
 from .request import Request
@@ -43,11 +43,28 @@ class Call:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A request without tokens. `looked`: which model it is for. `pad`: a token that transformers would take for padding."""
+    """A request without tokens. `looked`: which model it is for, with how many tokens in its vocabulary. `pad`: a token that transformers
+    would take for padding."""
 
     request: Request
     looked: int
+    vocabulary: int | None
     pad: int | None
+
+
+class Further:
+    """A streamer that has been given the prompt."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self._given = streamer, False
+
+    def put(self, value: Tensor) -> None:
+        if self._given:
+            self._streamer.put(value)
+        self._given = True
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 class Kept:
@@ -58,6 +75,7 @@ class Kept:
         self._plain = _prepares_plainly(type(model))
         self._prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
         self._configs: dict[Hashable, object] = {}  # by their contents, which are long, what stands for configurations in keys
+        self._known: tuple[Known, Known, object] | None = None  # those of the last call, and what stands for them
 
     def call(self, given: Mapping[str, Any]) -> Call | None:
         """The call with these arguments; None for one that is always to be prepared."""
@@ -75,24 +93,31 @@ class Kept:
         streamer = given.get("streamer")
         try:
             settings = [(name, frozen(value)) for name, value in given.items() if name not in (named[0], "attention_mask", "streamer")]
-            configs: Hashable = frozen(model.config), frozen(model.generation_config)
+            configs = self._stands_for(model.config, model.generation_config)
         except TypeError:
             return None
-        if len(self._configs) > CALLS:
-            self._configs.clear()
-        configs = self._configs.setdefault(configs, object())
         tensors = named[0], ids.shape, ids.device, None if mask is None else mask.dtype, streamer is not None
         return Call((tensors, frozenset(settings), configs, _distributed()), named[0], ids, mask, streamer)
+
+    def _stands_for(self, config: Any, defaults: Any) -> object:
+        """What stands for the contents of both configurations in keys. Raises TypeError where these are no plain settings."""
+        known = self._known
+        if known is None or not (known[0].has(config) and known[1].has(defaults)):
+            both = Known(config), Known(defaults)
+            if len(self._configs) > CALLS:
+                self._configs.clear()
+            self._known = known = *both, self._configs.setdefault((both[0].contents, both[1].contents), object())
+        return known[2]
 
     def has(self, call: Call) -> bool:
         """Whether an equal call was kept."""
         return call.key in self._prepared
 
-    def request(self, call: Call, looked: int, ids: Tensor) -> Request | None:
+    def request(self, call: Call, looked: int, vocabulary: int | None, ids: Tensor) -> Request | None:
         """The request of `call`, whose tokens are `ids` on the host; None where it has to be prepared. `looked`: what a look at the model
-        has just said."""
+        has said. `vocabulary`: its tokens at this moment."""
         found = self._prepared.get(call.key)
-        if found is None or found.looked != looked:
+        if found is None or found.looked != looked or found.vocabulary != vocabulary:
             return None
         if found.pad is not None and bool((ids == found.pad).any()):
             return None
@@ -101,7 +126,7 @@ class Kept:
         self._prepared.move_to_end(call.key)
         return dataclasses.replace(found.request, ids=call.ids, streamer=call.streamer)
 
-    def keep(self, call: Call, request: Request, config: Any, looked: int) -> None:
+    def keep(self, call: Call, request: Request, config: Any, looked: int, vocabulary: int | None) -> None:
         """Keep what transformers has prepared for `call`, which returned the loop's ids as they were: `request`, and the configuration
         `config`. Nothing is kept where tokens had a say in it, or where it is for one call alone."""
         whole = request.ids is call.ids and request.held == 0 and request.fed == call.ids.shape[1]
@@ -117,7 +142,7 @@ class Kept:
             ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.reshape(-1).tolist()
             marks = None if int(pad) in ends else int(pad)
         nothing = call.ids.new_empty(0, 0)
-        self._prepared[call.key] = _Prepared(dataclasses.replace(request, ids=nothing, past=None, streamer=None), looked, marks)
+        self._prepared[call.key] = _Prepared(dataclasses.replace(request, ids=nothing, past=None, streamer=None), looked, vocabulary, marks)
         if len(self._prepared) > CALLS:
             self._prepared.popitem(last=False)
 

@@ -27,6 +27,10 @@ from .steps import PROMPT_RUNS, Steps
 from .watch import Watch
 
 
+class Changed(Exception):
+    """The model is another one than the last look said."""
+
+
 @dataclass
 class Made:
     """What came of a request: `ids` [rows, n + new], a copy, and the cache, of which the `held` tokens from slot `first` on count; it is
@@ -79,16 +83,18 @@ class Loop:
         self._step = compiled(step, self.options, whole=True)
 
     @torch.no_grad()
-    def run(self, request: Request, looked: int | None = None) -> Made:
+    def run(self, request: Request, looked: int | None = None, sure: bool = True) -> Made:
         """Generate. The cache and the state that it leaves are overwritten by the next run. `looked`: what `look` has just returned, if it
-        was called. Raises RuntimeError inside of another run."""
+        was called. Not `sure`: what `lies` has returned; then the look comes beside the prompt, where that is a record to be launched, and
+        before any other step. Raises `Changed`, before anybody is given a token, if it says something else, and RuntimeError inside of
+        another run."""
         if self._running:
             raise RuntimeError(
                 "dsi: a streamer or a stopping criterion calls the engine that it serves; generate with another engine there"
             )
         self._running = True
         try:
-            return self._run(request, self.look() if looked is None else looked)
+            return self._run(request, self.look() if looked is None else looked, sure)
         finally:
             self._running = False
 
@@ -96,7 +102,11 @@ class Loop:
         """A number that tells which model it is that the loop runs (watch.py)."""
         return self._watch.look()
 
-    def _run(self, request: Request, looked: int) -> Made:
+    def lies(self) -> int | None:
+        """The number of the last look, where records may be launched before the next one; None where they may not."""
+        return None if self.steps.recorder is None else self._watch.lies()
+
+    def _run(self, request: Request, looked: int, sure: bool) -> Made:
         rows = request.ids.shape[0]
         moved = self.store.grown
         cache = self._cache(rows, request.total)
@@ -112,7 +122,7 @@ class Loop:
             take_over(cache, request.past, request.held, self.store.slots - request.held if self.decoder.rolls else 0)
         state = self._state(rows)
         feed = self._begin(state, request)
-        self._tokens(state, feed, behind or (cache, cache), request)
+        self._tokens(state, feed, behind or (cache, cache), request, sure)
         n = request.ids.shape[1]
         # Steps behind the end may have been run: they have moved what rolls.
         first = self.store.slots - int(state.length) if self.decoder.rolls else 0
@@ -181,7 +191,7 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------------------------------------- steps
 
-    def _tokens(self, state: State, feed: Feed, caches: tuple[Any, Any], request: Request) -> None:
+    def _tokens(self, state: State, feed: Feed, caches: tuple[Any, Any], request: Request, sure: bool) -> None:
         """Run the steps, and count the tokens that a row gets. `caches`: what the prompt's step is given, and what each decode step is."""
         recipe = request.recipe
         masked = request.source is None and (state.rows > 1 or request.mask is not None or self.decoder.always_masked)
@@ -214,6 +224,9 @@ class Loop:
         self.last_step, self.last_prompt = ("step", *kind, *places[1:]), ("prompt", bucket, *kind, *places)
         looks = _Looks(self, state, request)
         launch: Callable[[], None] | None = None
+        if not sure and (recipe.sample or not self.steps.has(self.last_prompt)):  # a draw cannot be taken back
+            self._be_sure()
+            sure = True
         with within:
             for number in range(request.limit):
                 if launch is not None:
@@ -221,12 +234,19 @@ class Loop:
                 elif number == 0:
                     with compiling("decode step" if one else "prompt", self._new((not one, *kind[:3]))):
                         self.steps.run(self.last_prompt, prompt, PROMPT_RUNS)
+                    if not sure:
+                        self._be_sure()
                 else:
                     with compiling("decode step", self._new((False, *kind[:3]))):
                         launch = self.steps.run(self.last_step, step)
                 if looks.queued(number):
                     return
         looks.finish()
+
+    def _be_sure(self) -> None:
+        """Raise `Changed` if what was recorded is of another model than the one that there is now."""
+        if self.look() != self._place[0]:
+            raise Changed
 
     def _new(self, key: Hashable) -> bool:
         if key in self._compiled:

@@ -30,9 +30,9 @@ def check_prompt(model: Any, given: Mapping[str, Any]) -> None:
         return
     both = model.config.is_encoder_decoder
     if name is not None:
-        check_ids(model, name, given[name], "get_encoder" if both else None)
+        check_ids(name, given[name], vocabulary(model, "get_encoder" if both else None))
     if both and isinstance(given.get("decoder_input_ids"), Tensor):
-        check_ids(model, "decoder_input_ids", given["decoder_input_ids"], "get_decoder")
+        check_ids("decoder_input_ids", given["decoder_input_ids"], vocabulary(model, "get_decoder"))
 
 
 def check_source(model: Any, given: Mapping[str, Any], most: int | None) -> None:
@@ -48,10 +48,9 @@ def check_source(model: Any, given: Mapping[str, Any], most: int | None) -> None
     )
 
 
-def check_ids(model: Any, name: str, ids: Tensor, part: str | None = None) -> None:
-    """Raise ValueError where `ids`, given as `name`, holds what is no token of the model, or of a part of it (`part`: the method that
-    returns that)."""
-    if ids.is_floating_point() or ids.numel() == 0 or ids.is_meta or (size := _vocabulary(model, part)) is None:
+def check_ids(name: str, ids: Tensor, size: int | None) -> None:
+    """Raise ValueError where `ids`, given as `name`, holds what is none of `size` tokens."""
+    if size is None or ids.is_floating_point() or ids.numel() == 0 or ids.is_meta:
         return
     ids = ids.cpu()  # one copy takes less time than operators on the device
     least, most = (int(bound) for bound in torch.aminmax(ids))
@@ -66,7 +65,7 @@ def check_ids(model: Any, name: str, ids: Tensor, part: str | None = None) -> No
 
 def check_padding(model: Any, config: Any, rows: int, ends: bool) -> None:
     """Raise ValueError where rows that have ended would go on with a token that is none."""
-    pad, size = getattr(config, "pad_token_id", None), _vocabulary(model, None)
+    pad, size = getattr(config, "pad_token_id", None), vocabulary(model)
     if rows > 1 and ends and isinstance(pad, int) and size is not None and not 0 <= pad < size:
         raise ValueError(
             f"dsi: pad_token_id = {pad} is outside of the vocabulary of {size} tokens, and rows that have ended go on with it while others "
@@ -167,9 +166,9 @@ def _generates_plainly(model: Any) -> bool:
     return getattr(type(model), "generate", None) is GenerationMixin.generate
 
 
-def _vocabulary(model: Any, part: str | None) -> int | None:
-    """Rows of the table of token embeddings of a model or a part of it, those of added tables beside it included; None where it cannot be
-    seen."""
+def vocabulary(model: Any, part: str | None = None) -> int | None:
+    """Rows of the table of token embeddings of a model, or of a part of it (the method that returns that), those of added tables beside it
+    included; None where it cannot be seen."""
     try:
         table = (getattr(model, part)() if part else model).get_input_embeddings()
         size, width = table.weight.shape

@@ -51,6 +51,10 @@ class Steps:
         launch()
         return launch
 
+    def has(self, key: Hashable) -> bool:
+        """Whether a run of `key` would launch a record."""
+        return self._here(key) in self._recorded
+
     def _launch(self, replay: Callable[[], None]) -> None:
         self.launched += 1
         replay()

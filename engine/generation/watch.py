@@ -12,8 +12,8 @@ from dsi.runtime import packs
 from torch import Tensor, nn
 
 _attributes = operator.attrgetter("__dict__")
-_parts = operator.itemgetter("_parameters", "_buffers", "_modules")
-_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+_tables = [operator.itemgetter(name) for name in ("_parameters", "_buffers", "_modules")]
+_hooks = [operator.itemgetter(name) for name in ("_forward_hooks", "_forward_pre_hooks")]
 _address = Tensor.data_ptr
 _version = operator.attrgetter("_version")
 
@@ -70,7 +70,7 @@ class Watch:
         modules = _alive(self._modules)
         if self._gone:
             return False
-        held, sizes, hooks = _tables(modules)
+        held, sizes, hooks = _parts(modules)
         # Where all tables hold what they held, all modules are those that they were.
         if sizes != self._state.sizes or list(map(id, held)) != self._held:
             return False
@@ -83,7 +83,7 @@ class Watch:
 
     def _take(self) -> None:
         modules = list(self._model.modules())
-        held, sizes, hooks = _tables(modules)
+        held, sizes, hooks = _parts(modules)
         self._pick = _picker([number for number, part in enumerate(held) if isinstance(part, Tensor)])
         tensors = self._pick(held)
         self._versioned = [not tensor.is_inference() for tensor in tensors]
@@ -102,18 +102,18 @@ def _noted(part: Any, note: Callable[[Any], None]) -> Any:
         return part
 
 
-def _tables(modules: Iterable[Any]) -> tuple[list[Any], list[int], bool]:
+def _parts(modules: Iterable[Any]) -> tuple[list[Any], list[int], bool]:
     """Everything that `modules` hold, in order, forwards of their own included, how many entries each of their tables has, and whether
     there are hooks."""
     own = list(map(_attributes, modules))
-    tables = list(itertools.chain.from_iterable(map(_parts, own)))
+    tables = list(itertools.chain.from_iterable(map(table, own) for table in _tables))
     held = list(itertools.chain.from_iterable(map(dict.values, filter(None, tables))))  # most are empty
     held += map(dict.get, own, itertools.repeat("forward"))
-    return held, list(map(len, tables)), any(itertools.chain.from_iterable(map(_hooks, own)))
+    return held, list(map(len, tables)), any(any(map(hooks, own)) for hooks in _hooks)
 
 
 def _state(modules: Sequence[Any], sizes: list[int], hooked: bool, tensors: Sequence[Tensor], versioned: Iterable[Tensor]) -> _State:
-    tables = itertools.chain.from_iterable(map(_hooks, map(_attributes, modules))) if hooked else ()
+    tables = [hooks(vars(module)) for module in modules for hooks in _hooks] if hooked else []
     hooks = [(number, *table) for number, table in enumerate(tables) if table]
     numbers = list(map(_address, tensors)), list(map(_version, versioned))
     return _State(sizes, list(map(type, modules)), *numbers, hooks, packs.refreshed)

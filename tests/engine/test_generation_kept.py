@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dsi.engine.generation import Generator
+from dsi.engine.generation.frozen import Known, frozen
 from dsi.engine.generation.kept import Kept
 from dsi.engine.generation.merged import Merged
 from generating import REFERENCE, VOCABULARY, eager, prompt, small_llama
@@ -161,6 +162,34 @@ def test_a_configuration_that_was_written_to(generator):
     for tokens in (4, 4, 6):
         config.max_new_tokens = tokens
         assert generator.generate(ids, config).shape[1] == 7 + tokens
+
+
+def entry(name, value):
+    return lambda config: setattr(config, name, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "a number": entry("mine", 2),
+        "a truth of the same value": entry("mine", True),
+        "a real of the same value": entry("mine", 1.0),
+        "one more": entry("more", None),
+        "one less": lambda config: delattr(config, "mine"),
+        "within a list": lambda config: config.several.append(3),
+        "within that": lambda config: config.several[0].update(inner=1.0),
+        "another list": entry("several", [2]),
+        "a tensor": entry("mine", torch.tensor(1)),
+        "another class": entry("__class__", type("Other", (GenerationConfig,), {})),
+    }.items(),
+    ids=lambda change: change[0],
+)
+def test_a_configuration_is_known_as_long_as_it_has_its_contents(change):
+    config = GenerationConfig(mine=1, several=[{"inner": 1}])
+    known = Known(config)
+    assert known.has(config) and known.contents == frozen(config)
+    change[1](config)
+    assert not known.has(config)
 
 
 MERGED = {

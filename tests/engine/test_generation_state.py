@@ -139,6 +139,25 @@ def test_a_state_holds_what_it_began_with_whatever_came_before():
         used.advance(torch.tensor([5]), torch.tensor(1))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_a_beginning_sets_counters_and_copies_what_comes_with_it(rows):
+    """Whatever the last generation has left in them."""
+    state, positions = State(rows, SLOTS, torch.tensor(7)), torch.zeros(rows, 1, dtype=torch.int64)
+    for n, numbers, held in ((4, {"least": 6}, 0), (3, {}, 5), (4, {"least": 8, "begin": 2}, 0)):
+        ids, placed = torch.randint(1, 9, (rows, n)), torch.arange(n)[None].expand(1 if held else rows, n)
+        state.begin(ids, None, None, 0, numbers, held=held, looks_behind=False, besides=[(positions, placed[:, -1:])])
+        assert torch.equal(state.ids[:, :n], ids) and (positions == n - 1).all()
+        assert (int(state.count), int(state.made), int(state.length)) == (n, 0, held)
+        assert {name: int(state.number(name)) for name in numbers} == numbers
+        assert state.finished.shape == (rows,) and not state.finished.any()
+        for counter in (state.count, state.made, state.number("least"), state.finished):
+            assert counter.storage_offset() * counter.itemsize % 16 == 0, "as what the kernel was made for"
+        state.finished.fill_(True)
+        state.advance(torch.full((rows,), 5), torch.tensor(1))
+        assert (int(state.count), int(state.made), int(state.length)) == (n + 1, 1, held + 1)
+        assert state.ids[:, n].tolist() == [5] * rows
+
+
 @pytest.mark.parametrize("at_end", [False, True])
 def test_a_feed_holds_what_it_was_filled_with_whatever_came_before(at_end):
     positions = {n: torch.arange(n)[None] for n in (2, 3, 4)}

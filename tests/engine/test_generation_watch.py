@@ -85,6 +85,36 @@ def test_changes_are_seen_once(change):
     assert after != before and watch.look() == after
 
 
+FREED = {"replaced", "replaced_in_place_of_the_freed", "cast", "tied", "without_a_bias", "inference_memory"}
+FREED |= {"another module", "one module less", "said by refresh"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_memory_that_may_be_gone_is_seen_before_the_look(change):
+    """All other changes leave what was recorded something to read."""
+    model = Two()
+    watch = Watch(model)
+    assert watch.lies() is None, "nothing has been looked at"
+    before = watch.look()
+    assert watch.lies() == before
+    CHANGES[change](model)
+    gc.collect()
+    assert watch.lies() == (None if change in FREED else before)
+    assert watch.lies() in (None, before), "it is no look"
+    after = watch.look()
+    assert after != before and watch.lies() == (None if "hook" in change else after)
+
+
+def test_what_is_replaced_may_be_kept_by_somebody():
+    model = Two()
+    watch = Watch(model)
+    before, kept = watch.look(), model.one.weight
+    replaced(model)
+    assert watch.lies() == before
+    del kept
+    assert watch.lies() is None
+
+
 def test_a_hook_that_went_elsewhere():
     model = Two()
     hook = model.one.register_forward_hook(lambda *_: None)
