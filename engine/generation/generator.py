@@ -66,8 +66,8 @@ class Generator:
         self._facade = Facade(model, options, self._sample, self._check_prepared)
         self._lock = threading.RLock()
         self._kept = Kept(model)
-        # What `_sample` made last, of what, and which model that is for, with its vocabulary.
-        self._prepared: tuple[Tensor, Request, Any, int, int | None] | None = None
+        self._prepared: tuple[Tensor, Request, Any, int] | None = None  # what `_sample` made last, of what, and which model that is for
+        self._vocabulary: int | None = None  # of the model that was looked at last
         self._done: Any = None
         self._called = False
 
@@ -91,7 +91,7 @@ class Generator:
         call = self._kept.call(given) if len(given) == len(args) + len(kwargs) else None
         if call is not None and self._kept.has(call):
             try:
-                with self._lock, torch.inference_mode(False), torch.no_grad(), self._ordered():
+                with self._lock, torch.inference_mode(False), torch.no_grad(), self._ordered(self.loop):
                     again = self._again(call)
                 if again is not None:
                     return again
@@ -130,14 +130,12 @@ class Generator:
         loop = self.loop
         if loop is None:
             return None
-        looked = loop.lies()
-        sure = looked is None
-        looked = loop.look() if looked is None else looked
-        ids, size = call.ids.cpu(), vocabulary(self.model)
-        request = self._kept.request(call, looked, size, ids)
+        looked, sure = self._looked(loop)
+        ids = call.ids.cpu()
+        request = self._kept.request(call, looked, ids)
         if request is None:
             return None
-        check_ids(call.name, ids, size)
+        check_ids(call.name, ids, self._vocabulary)
         self._check(request.fed, request.total)
         if call.streamer is not None:
             call.streamer.put(ids)
@@ -156,16 +154,19 @@ class Generator:
         ends = any(hasattr(criterion, "eos_token_id") for criterion in kwargs.get("stopping_criteria") or ())
         check_padding(self.model, kwargs["generation_config"], input_ids.shape[0], ends)
         try:
-            loop = self._ready(states_of(kwargs.get("encoder_outputs")) if self.model.config.is_encoder_decoder else None)
+            loop, looked, sure = self._ready(states_of(kwargs.get("encoder_outputs")) if self.model.config.is_encoder_decoder else None)
             request = request_of(loop.decoder, loop.device, input_ids, *args, **kwargs)
         except NotOurs as reason:
             self.why_not_ours = str(reason)
             log.debug("generation runs in transformers' loop: %s", reason)
             raise
         self._check(request.held + request.fed, request.total)
-        looked, size = loop.look(), vocabulary(self.model)
         try:
-            made = loop.run(request, looked)
+            try:
+                made = loop.run(request, looked, sure)
+            except Changed:  # the request is of the model as it is
+                looked = loop.look()
+                made = loop.run(request, looked)
         except torch._dynamo.exc.Unsupported as error:
             if loop.taken:
                 raise
@@ -184,7 +185,7 @@ class Generator:
         elif config.return_dict_in_generate:
             cache = hand_over(made.cache, DynamicCache(config=self.model.config), 0, made.held, made.first)
         if not config.return_dict_in_generate:
-            self._prepared = ids, request, config, looked, size
+            self._prepared = ids, request, config, looked
             return ids
         return GenerateDecoderOnlyOutput(sequences=ids, **{_CACHE_FIELD: cache})
 
@@ -195,15 +196,25 @@ class Generator:
             request.streamer.end()
         return ids
 
-    def _ready(self, states: Tensor | None = None) -> Loop:
-        """The loop, made at the first call, where an encoder made `states`. Raises `NotOurs` where the model is none for it; whether it is
-        one behind its encoder is tried again when something has happened to the model, such as a hook that reads what is padding."""
+    def _looked(self, loop: Loop) -> tuple[int, bool]:
+        """Which model it is that `loop` runs, and whether that is sure, or for the loop to look at beside the prompt."""
+        size = vocabulary(self.model)
+        found = loop.lies() if size == self._vocabulary else None  # tokens may be none of the table that a record reads
+        self._vocabulary = size
+        return (loop.look(), True) if found is None else (found, False)
+
+    def _ready(self, states: Tensor | None = None) -> tuple[Loop, int, bool]:
+        """The loop, made at the first call, where an encoder made `states`, and what `_looked` says of it. Raises `NotOurs` where the model
+        is none for it; whether it is one behind its encoder is tried again when something has happened to the model, such as a hook that
+        reads what is padding."""
         if self._refused:
             raise NotOurs(self._refused)
         kind = self.model.device, self.model.dtype
         loop = self.loop if self._kind == kind else None
-        if loop is not None and (states is None or loop.look() == self._tried or not loop.decoder.reads(states)):
-            return loop
+        if loop is not None and states is None:
+            return loop, *self._looked(loop)
+        if loop is not None and ((looked := loop.look()) == self._tried or not loop.decoder.reads(states)):
+            return loop, looked, True
         try:
             decoder = examine(self.model, states)
         except NotOurs as reason:
@@ -215,8 +226,8 @@ class Generator:
             steps = Steps(recorder_for(self.model.device, self.cuda_graph))
             most = min(self.max_out_tokens, self._positions or self.max_out_tokens)
             loop = Loop(decoder, self.min_out_tokens, most, self.options, steps, self.model.device)
-        self._kind, self.loop, self._tried = kind, loop, loop.look()
-        return loop
+        self._kind, self.loop, self._tried, self._vocabulary = kind, loop, loop.look(), vocabulary(self.model)
+        return loop, self._tried, True
 
     def _check_prepared(self, prompt: int, config: Any) -> None:
         check_cache({}, config.cache_implementation)
@@ -232,9 +243,9 @@ class Generator:
             raise ValueError(f"{asked}, and {type(self.model).__name__} has a table of {self._positions} positions: ask for fewer")
 
     @contextlib.contextmanager
-    def _ordered(self) -> Iterator[None]:
-        """Within: work goes to the model's device, behind what the last call has queued there on whatever stream."""
-        device = self.model.device
+    def _ordered(self, loop: Loop | None = None) -> Iterator[None]:
+        """Within: work goes to the model's device, or that of `loop`, behind what the last call has queued there on whatever stream."""
+        device = self.model.device if loop is None else loop.device
         if device.type != "cuda":
             yield
             return

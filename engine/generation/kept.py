@@ -24,6 +24,7 @@ from .prompts import TEXT
 from .request import Request
 
 CALLS = 256  # that are kept; the least recently used one gives way
+COPIED = 1 << 16  # entries of a mask that are copied to the host in less time than operators on a device take
 
 _MEMBERS = frozenset(
     name for name, member in vars(GenerationMixin).items() if callable(member) or isinstance(member, (property, staticmethod, classmethod))
@@ -43,12 +44,10 @@ class Call:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A request without tokens. `looked`: which model it is for, with how many tokens in its vocabulary. `pad`: a token that transformers
-    would take for padding."""
+    """A request without tokens. `looked`: which model it is for. `pad`: a token that transformers would take for padding."""
 
     request: Request
     looked: int
-    vocabulary: int | None
     pad: int | None
 
 
@@ -113,20 +112,20 @@ class Kept:
         """Whether an equal call was kept."""
         return call.key in self._prepared
 
-    def request(self, call: Call, looked: int, vocabulary: int | None, ids: Tensor) -> Request | None:
+    def request(self, call: Call, looked: int, ids: Tensor) -> Request | None:
         """The request of `call`, whose tokens are `ids` on the host; None where it has to be prepared. `looked`: what a look at the model
-        has said. `vocabulary`: its tokens at this moment."""
+        has said."""
         found = self._prepared.get(call.key)
-        if found is None or found.looked != looked or found.vocabulary != vocabulary:
+        if found is None or found.looked != looked:
             return None
         if found.pad is not None and bool((ids == found.pad).any()):
             return None
         if call.mask is not None and not _hides_nothing(call.mask):
             return None
         self._prepared.move_to_end(call.key)
-        return dataclasses.replace(found.request, ids=call.ids, streamer=call.streamer)
+        return Request(**{**vars(found.request), "ids": call.ids, "streamer": call.streamer})
 
-    def keep(self, call: Call, request: Request, config: Any, looked: int, vocabulary: int | None) -> None:
+    def keep(self, call: Call, request: Request, config: Any, looked: int) -> None:
         """Keep what transformers has prepared for `call`, which returned the loop's ids as they were: `request`, and the configuration
         `config`. Nothing is kept where tokens had a say in it, or where it is for one call alone."""
         whole = request.ids is call.ids and request.held == 0 and request.fed == call.ids.shape[1]
@@ -142,7 +141,7 @@ class Kept:
             ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.reshape(-1).tolist()
             marks = None if int(pad) in ends else int(pad)
         nothing = call.ids.new_empty(0, 0)
-        self._prepared[call.key] = _Prepared(dataclasses.replace(request, ids=nothing, past=None, streamer=None), looked, vocabulary, marks)
+        self._prepared[call.key] = _Prepared(dataclasses.replace(request, ids=nothing, past=None, streamer=None), looked, marks)
         if len(self._prepared) > CALLS:
             self._prepared.popitem(last=False)
 
@@ -158,6 +157,7 @@ def _prepares_plainly(kind: type) -> bool:
 
 def _hides_nothing(mask: Tensor) -> bool:
     """Whether a mask holds ones alone: transformers counts positions by adding up what is in it."""
+    mask = mask.cpu() if mask.numel() <= COPIED else mask
     return bool((mask if mask.dtype == torch.bool else mask == 1).all())
 
 

@@ -143,7 +143,7 @@ def copy_all(copies: Copies) -> None:
     """Copy each to its place. What is one run of memory on both sides takes one launch in all."""
     joined = []
     for to, source in copies:
-        if to.dim() == 2 and len(to) == len(source) == 1:
+        if to.dim() == 2 and to.shape[0] == source.shape[0] == 1:
             to, source = to.view(-1), source.reshape(-1)
         if to.shape == source.shape and to.is_contiguous() and source.is_contiguous():
             joined.append((to, source))

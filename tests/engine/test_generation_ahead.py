@@ -52,7 +52,7 @@ def shared():
 def generator(shared, monkeypatch):
     """With a prompt of 7 tokens recorded, for greedy calls and sampled ones, and a log of launches and looks since then."""
     shared._kept.forget()
-    loop, log = shared._ready(), []
+    loop, log = shared._ready()[0], []
     loop.steps, loop.reader = Steps(Logging(log)), Late()
     for how in (HOW, dict(HOW, do_sample=True)):
         for _ in range(PROMPT_RUNS + 2):
@@ -70,6 +70,14 @@ def first_of(log):
 
 def test_the_prompt_is_launched_first(generator):
     ids = prompt(1, 7, seed=5)
+    made = generator.generate(ids, **HOW)
+    assert generator.log == ["launch", "look", *["launch"] * (NEW - 1)]
+    assert torch.equal(made, eager(generator.model, ids, **HOW))
+
+
+def test_a_prompt_that_has_to_be_prepared_is_launched_first_as_well(generator):
+    """It is of the size that was recorded."""
+    ids = prompt(1, 8)
     made = generator.generate(ids, **HOW)
     assert generator.log == ["launch", "look", *["launch"] * (NEW - 1)]
     assert torch.equal(made, eager(generator.model, ids, **HOW))
@@ -120,21 +128,20 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_model_that_has_changed(generator, change):
-    """Who is given tokens is given those of the model as it is, and the prompt once."""
-    kept, ids = change(generator.model), prompt(1, 7, seed=6)
-    streamer = Streamer()
-    made = generator.generate(ids, streamer=streamer, **HOW)  # its first call with a streamer
-    assert torch.equal(made, eager(generator.model, ids, **HOW)), kept
-    generator.log.clear()
-    for _ in range(PROMPT_RUNS + 1):
-        assert torch.equal(generator.generate(ids, streamer=Streamer(), **HOW), made)
-    generator.log.clear()
-    kept, streamer = change(generator.model), Streamer()
-    made = generator.generate(ids, streamer=streamer, **HOW)
-    assert first_of(generator.log) == CHANGES[change]
-    assert torch.equal(made, eager(generator.model, ids, **HOW)), kept
-    assert streamer.seen.pop() is None and torch.equal(torch.cat(streamer.seen), made[0])
-    assert generator.why_not_ours == ""
+    """Who is given tokens is given those of the model as it is, and the prompt once: in a call that is prepared, and in one that was."""
+    ids = prompt(1, 7, seed=6)
+    for _ in range(2):
+        kept, streamer = change(generator.model), Streamer()
+        generator.log.clear()
+        made = generator.generate(ids, streamer=streamer, **HOW)
+        assert first_of(generator.log) == CHANGES[change]
+        # Prompt and step are run once as they are, and the step is recorded anew.
+        assert generator.log.count("launch") == CHANGES[change].count("launch") + NEW - 2
+        assert torch.equal(made, eager(generator.model, ids, **HOW)), kept
+        assert streamer.seen.pop() is None and torch.equal(torch.cat(streamer.seen), made[0])
+        assert generator.why_not_ours == ""
+        for _ in range(PROMPT_RUNS + 1):
+            assert torch.equal(generator.generate(ids, streamer=Streamer(), **HOW), made)
 
 
 def test_a_larger_vocabulary_is_not_read_from_the_old_table(generator):

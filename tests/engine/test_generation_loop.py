@@ -26,7 +26,7 @@ def generator():
 @pytest.fixture
 def stand(generator):
     """The generator's loop with stand-ins that have seen nothing."""
-    loop, recorder = generator._ready(), Stand()
+    loop, recorder = generator._ready()[0], Stand()
     loop.steps, loop.reader = Steps(recorder), Late()
     return recorder
 
