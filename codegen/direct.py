@@ -4,10 +4,10 @@ A program has the contracted dimension shared among its warps, and each warp mul
 barrier before the sums of the warps are added up in the end. Such programs are as small as those of `gemv`, so that several, and those of
 the next kernel, fit on a processor.
 
-Tiles have five axes: [8, warps, n / 8, chunks, 32]. Of the last, which is contiguous in memory, a thread loads 16 bytes, and so Triton lays
-4 lanes along it and 8 along the first: lane 4 i + j has columns (or rows) i, i + 8, … of the block, as an operand of `mma.m16n8k16` wants
-it. Which k it has is not what that operand says, but a product does not care for the order of k as long as both operands have the same
-one (pointwise.HELPERS: `by_lane`, `by_lane_across`).
+Tiles are [n / 8 * chunks * warps * 8, 32]: 32 elements along k, which are contiguous in memory, of all columns (or rows) and all chunks
+of k. A thread loads 16 bytes, and so Triton lays 4 lanes along the 32, 8 along the first axis, and the warps behind them: lane 4 i + j has
+columns i, i + 8, … of the block, as an operand of `mma.m16n8k16` wants it. Which k it has is not what that operand says, but a product
+does not care for the order of k as long as both operands have the same one (pointwise.HELPERS: `by_lane`, `by_lane_across`).
 
 The loop holds one step's weights and rows in registers, multiplies them, and asks for those of the next step at its end.
 """
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from dsi.ir import tile as t
 
+from .builder import Block
 from .columns import U
 from .deferred import constant, unconditional
 from .layout import Bound, Interner, Text, Tile
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from .linear import Bases, Linear
     from .products import Products, Sums, Tiles
 
-LANES, CHUNK = 8, 32  # columns (or rows) and elements along k of what a warp loads at once
-AXES, AXES_N, AXES_K = frozenset(range(5)), frozenset((0, 2)), frozenset((1, 3, 4))
 REGISTERS, BESIDE = 65536, 24  # of a processor; of a thread beside what it holds
+LANES, CHUNK = 8, 32  # columns (or rows) and elements along k of what a warp loads at once
+DOWN, WHOLE = frozenset((0,)), frozenset((0, 1))  # axes of columns (or rows), which k varies along, too
 SHORTEST_N = 16  # columns of a block at least: the height of the matrix units' tile
 
 
@@ -62,22 +63,23 @@ def refusal(spec: t.KernelSpec, choice: Choice) -> str:
     return ""
 
 
-def most_registers(held: int, warps: int) -> int:
-    """Registers that a thread may have which holds tiles and sums in `held` of them."""
-    programs = REGISTERS // (32 * warps * (held + BESIDE))
+def most_registers(held: int, warps: int, beside: int = BESIDE) -> int:
+    """Registers that a thread may have which holds tiles and sums in `held` of them, and needs `beside` more."""
+    programs = REGISTERS // (32 * warps * (held + beside))
     return min(255, REGISTERS // (32 * warps * max(programs, 1)) // 8 * 8)
 
 
 def spread(block: str) -> str:
-    """Source of the positions 0 to `block` - 1 along the two axes of columns, or of rows."""
-    return f"(tl.arange(0, {block} // 8) * 8)[None, None, :, None, None] + tl.arange(0, 8)[:, None, None, None, None]"
+    """Source of the column (or row) of a block at each place of a tile's first axis; `block` is how many there are."""
+    places = f"tl.arange(0, {block} * BLOCK_K // 32)"
+    return f"{places} // (BLOCK_K // 4) * 8 + {places} % 8"
 
 
-def spread_k() -> str:
-    """Source of the positions of a step along the three axes of the contracted dimension: a warp's lie side by side."""
-    warps = "(tl.arange(0, WARPS) * (BLOCK_K // WARPS))[None, :, None, None, None]"
-    chunks = "(tl.arange(0, BLOCK_K // (32 * WARPS)) * 32)[None, None, None, :, None]"
-    return f"{warps} + {chunks} + tl.arange(0, 32)[None, None, None, None, :]"
+def spread_k(block: str) -> str:
+    """Source of the positions of a step at each place of a tile. Those of a warp lie side by side."""
+    places = f"tl.arange(0, {block} * BLOCK_K // 32)"
+    warp, chunk = f"{places} // 8 % WARPS", f"{places} // (8 * WARPS) % (BLOCK_K // (32 * WARPS))"
+    return f"({warp} * (BLOCK_K // WARPS) + {chunk} * 32)[:, None] + tl.arange(0, 32)[None, :]"
 
 
 class Direct:
@@ -87,27 +89,52 @@ class Direct:
         self.products, self.linear = products, products.linear
         self.carried: list[tuple[t.Load, str]] = []  # loads of the rows, and what holds them for the step that is multiplied next
         self.first: dict[t.Load, str] = {}  # as they are loaded for the first step
+        self.spreads: dict[str, str] = {}  # names of `spread_k` by block
+        self.beside: dict[str, str] = {}  # names of the positions of a step in a weight's tile by those in the tile of the rows
 
     # ------------------------------------------------------------------------------------------------------------------ tiles
 
+    def steps(self, block: Block, hint: str, start: str, masked: bool) -> str:
+        """Writes the positions of the step that begins at `start`, which need a mask if `masked`; returns their name in the tile of the
+        rows."""
+        new = self.linear.builder.names.new
+        k = new(hint)
+        self.beside[k] = new(f"{k}_w")
+        for name, size in ((k, "BLOCK_M"), (self.beside[k], "BLOCK_N")):
+            block.line(f"{name} = {' + '.join(part for part in (start, self.positions(size)) if part)}")
+            if masked:
+                new(f"{name}_in")
+                block.line(f"{name}_in = {name} < {self.linear.k_end or self.products.size()}")
+        return k
+
+    def positions(self, size: str = "BLOCK_M") -> str:
+        """The name of the positions of a step that begins at 0, in a tile with `size` columns or rows."""
+        if size not in self.spreads:
+            self.spreads[size] = self.linear.builder.names.new("k_rows" if size == "BLOCK_M" else "k_columns")
+            self.products.body.line(f"{self.spreads[size]} = {spread_k(size)}")
+        return self.spreads[size]
+
     def tile(self, letter: str, variable: str, k: str, masks: tuple[str, ...]) -> Tile:
         """The tile of the rows (`letter` "r") or of a weight ("c") at the positions `variable` and `k`; `masks` as in `Linear.tile`."""
-        shape = ("8", "WARPS", f"{'BLOCK_M' if letter == 'r' else 'BLOCK_N'} // 8", "BLOCK_K // (32 * WARPS)", "32")
         linear = self.linear
-        tile = Tile(shape, {}, fixed=dict(linear.fixed), limits=dict(linear.limits), thin=AXES_K)
-        tile.bound[t.R if letter == "r" else U] = Bound(variable, AXES_N)
-        tile.bound[t.K] = Bound(k, AXES_K)
+        k = k if letter == "r" else self.beside.get(k, k)
+        tile = Tile(
+            (f"{'BLOCK_M' if letter == 'r' else 'BLOCK_N'} * BLOCK_K // 32", "32"), {}, fixed=dict(linear.fixed), limits=dict(linear.limits)
+        )
+        tile.bound[t.R if letter == "r" else U] = Bound(f"{variable}[:, None]", DOWN)
+        tile.bound[t.K] = Bound(k, WHOLE)
         if letter in masks or (letter == "r" and linear.row_mask):
-            tile.masks[0] = f"{variable}_in"
+            tile.masks[0] = f"{variable}_in[:, None]"
         if "k" in masks:
-            tile.masks[max(AXES_K)] = f"{k}_in"
+            tile.masks[1] = f"{k}_in"
         return tile
 
     def with_statistics(self, tile: Tile, bases: Bases) -> Tile:
-        """The tile of the rows with row statistics (1-d over the rows) laid out along its axes of rows."""
+        """The tile of the rows with row statistics (1-d over the rows) laid out along its axis of rows."""
         if bases:
             self.linear.builder.use("along_lanes")
-        return replace(tile, statistics={key: Text(f"along_lanes({name})", AXES_N) for key, name in bases.items()})
+        texts = {key: Text(f"along_lanes({name}, WARPS, BLOCK_K)", DOWN) for key, name in bases.items()}
+        return replace(tile, statistics=texts)
 
     # ------------------------------------------------------------------------------------------------------------------- rows
 
@@ -144,7 +171,9 @@ class Direct:
         rows = sum(load.dtype.itemsize for load in self.first) * choice.block_m * choice.block_k
         held = rows + sum(dtype.itemsize for dtype in dtypes) * choice.block_n * choice.block_k
         sums = len(dtypes) * choice.block_m * choice.block_n // 32 + (choice.block_m if products.squares else 0)
-        most = most_registers(held // (4 * 32 * choice.num_warps) + sums, choice.num_warps)
+        steps = max(len(self.first) - 1, 0)  # of computing rows, in fp32
+        held += 4 * steps * choice.block_m * choice.block_k
+        most = most_registers(held // (4 * 32 * choice.num_warps) + sums, choice.num_warps, BESIDE * max(steps, 1))
         self.linear.builder.registers = max(self.linear.builder.registers, most)
 
     # ------------------------------------------------------------------------------------------------------------------- loop
@@ -155,7 +184,7 @@ class Direct:
         for load, held in self.carried:
             _stand_in(printer, load, held)
         products.matrix_step(printer, k, sums, current)
-        following = products.steps_at(block, "k_next", f"{k} + BLOCK_K", beyond=True)
+        following = self.steps(block, "k_next", f"{products.k0} + BLOCK_K", masked=True)
         tile, around = products.x_tile(following, statistics)
         outer = Printer(self.linear.builder, products.body, around)
         ahead = Printer(self.linear.builder, block, tile, outer, hoist=True)
@@ -169,16 +198,17 @@ class Direct:
     def operand(self, printer: Printer, code: str) -> str:
         """The name of the rows, called `code`, as the operand beside the weights."""
         self.linear.builder.use("by_lane_across")
-        return printer.statement(f"by_lane_across({code})", AXES, "x_t").code
+        return printer.statement(f"by_lane_across({code}, WARPS, BLOCK_K)", WHOLE, "x_t").code
 
     def weight(self, code: str) -> str:
         """Source of a weight's tile, called `code`, as an operand."""
         self.linear.builder.use("by_lane")
-        return f"by_lane({code})"
+        return f"by_lane({code}, WARPS, BLOCK_K)"
 
     def squared(self, printer: Printer, value: str) -> None:
         """One step of the sum of squares of a deferred norm."""
-        printer.block.line(f"{self.products.squares} += tl.sum({value} * {value}, 3)")
+        chunks = "[BLOCK_M // 8, BLOCK_K // (32 * WARPS), WARPS, 8, 32]"
+        printer.block.line(f"{self.products.squares} += tl.sum(tl.reshape({value} * {value}, {chunks}), 1)")
 
     def finish(self, sums: Sums) -> None:
         """Adds up what the warps have summed."""
@@ -186,11 +216,11 @@ class Direct:
         for name in sums.values():
             body.line(f"{name} = tl.trans(tl.sum({name}, 0))")
         if squares:
-            body.line(f"{squares} = tl.reshape(tl.trans(tl.sum(tl.sum({squares}, 3), 1)), [BLOCK_M])")
+            body.line(f"{squares} = tl.reshape(tl.sum(tl.sum({squares}, 3), 1), [BLOCK_M])")
 
 
 def write_rows(linear: Linear, rows: str) -> None:
-    """Writes the positions of the rows along the axes of a tile: `r_lanes`, and `r_lanes_in` where they need a mask, being `rows` many."""
+    """Writes the rows along the first axis of their tile: `r_lanes`, and `r_lanes_in` where they need a mask, being `rows` many."""
     body = linear.builder.body
     linear.builder.constant("WARPS", linear.choice.num_warps)
     linear.builder.names.new("r_lanes"), linear.builder.names.new("r_lanes_in")

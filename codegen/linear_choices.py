@@ -23,6 +23,7 @@ MOST = 36  # candidates that are handed out
 MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
 PEELED = 4  # copies of them whose first step is peeled, the best
 DIRECT, DIRECT_ROWS = 4, 16  # choices, and the most rows, of skinny whose weights go straight to registers
+DIRECT_HELD = 32  # of which hold weights: of more some spill
 BEHIND = 4  # and whose layer norm comes behind the product
 ALIKE_WORDS = 1  # and so over words, where memory decides, and the model tells tiles apart by a percent or two
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
@@ -195,10 +196,12 @@ def _direct(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
         block_k = 32 * warps * chunks
         if block_n < work.held or block_k * split > max(work.inner // 2, block_k):
             continue
-        choice = Choice("skinny", rows, height, block_n, block_k, statistics_block(work, height, warps), warps, 1, split=split, direct=True)
+        block_s = statistics_block(work, 2 * height, warps)  # beside the weights that are held by then
+        choice = Choice("skinny", rows, height, block_n, block_k, block_s, warps, 1, split=split, direct=True)
         each = programs_of(work, choice) / device.processors
-        most = min(HELD_MOST, REGISTERS // (32 * warps))
-        if registers(work, choice) <= most and (split == 1 or each <= MOST_PROGRAMS):
+        held = block_n * block_k * max(cut.weight_bytes for cut in work.cuts) // (4 * 32 * warps)
+        fits = held <= DIRECT_HELD and registers(work, choice) * 32 * warps <= REGISTERS
+        if fits and (split == 1 or each <= MOST_PROGRAMS):
             yield choice
 
 

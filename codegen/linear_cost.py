@@ -260,7 +260,8 @@ def registers(work: LinearWork, choice: Choice) -> int:
     """About how many registers a thread needs."""
     threads, least = 32 * choice.num_warps, fit_of(choice).registers
     if choice.direct:
-        held = work.tile_bytes(choice) + (0 if work.bare or choice.apart else choice.block_m * choice.block_k * work.x_bytes)
+        # Where rows are computed, what they are multiplied by is held, too, and they are fp32 for a while.
+        held = work.tile_bytes(choice) + (0 if work.bare or choice.apart else choice.block_m * choice.block_k * (work.x_bytes + 4))
         sums = work.accumulators * choice.block_m * choice.block_n // 32 + (choice.block_m if work.reductions else 0)
         holds = held // (4 * threads) + sums
         return max(most_registers(holds, choice.num_warps), holds + least)

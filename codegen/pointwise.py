@@ -173,32 +173,33 @@ def asked(PDL: tl.constexpr):
     "by_lane": (
         """\
 @triton.jit
-def by_lane(tile):
-    # [8, warps, n / 8, chunks, 32] -> [warps, n, k]: the matrix units' first operand. Of 32 elements along k, a thread has the eight that
-    # it loaded, but for the units they are two at each of four places; which they are does not matter to the sum over k.
-    halves = tl.reshape(tile, [8, tile.shape[1], tile.shape[2], tile.shape[3], 4, 2, 2, 2])
-    placed = tl.permute(halves, [1, 2, 0, 3, 5, 6, 4, 7])
-    return tl.reshape(placed, [tile.shape[1], tile.shape[2] * 8, tile.shape[3] * 32])
+def by_lane(tile, WARPS: tl.constexpr, BLOCK_K: tl.constexpr):
+    # [n / 8 * chunks * WARPS * 8, 32] -> [WARPS, n, k]: the matrix units' first operand. Of 32 elements along k, a thread has the eight
+    # that it loaded, but for the units they are two at each of four places; which they are does not matter to the sum over k.
+    apart = tl.reshape(tile, [tile.shape[0] * 4 // BLOCK_K, BLOCK_K // (32 * WARPS), WARPS, 8, 4, 2, 2, 2])
+    placed = tl.permute(apart, [2, 0, 3, 1, 5, 6, 4, 7])
+    return tl.reshape(placed, [WARPS, tile.shape[0] * 32 // BLOCK_K, BLOCK_K // WARPS])
 """,
         (),
     ),
     "by_lane_across": (
         """\
 @triton.jit
-def by_lane_across(tile):
-    # [8, warps, m / 8, chunks, 32] -> [warps, k, m]: the second operand, with k in the order of `by_lane`.
-    halves = tl.reshape(tile, [8, tile.shape[1], tile.shape[2], tile.shape[3], 4, 2, 2, 2])
-    placed = tl.permute(halves, [1, 3, 5, 6, 4, 7, 2, 0])
-    return tl.reshape(placed, [tile.shape[1], tile.shape[3] * 32, tile.shape[2] * 8])
+def by_lane_across(tile, WARPS: tl.constexpr, BLOCK_K: tl.constexpr):
+    # [m / 8 * chunks * WARPS * 8, 32] -> [WARPS, k, m]: the second operand, with k in the order of `by_lane`.
+    apart = tl.reshape(tile, [tile.shape[0] * 4 // BLOCK_K, BLOCK_K // (32 * WARPS), WARPS, 8, 4, 2, 2, 2])
+    placed = tl.permute(apart, [2, 1, 5, 6, 4, 7, 0, 3])
+    return tl.reshape(placed, [WARPS, BLOCK_K // WARPS, tile.shape[0] * 32 // BLOCK_K])
 """,
         (),
     ),
     "along_lanes": (
         """\
 @triton.jit
-def along_lanes(rows):
-    # [m] -> [8, 1, m / 8, 1, 1]
-    return tl.reshape(tl.trans(tl.reshape(rows, [rows.shape[0] // 8, 8])), [8, 1, rows.shape[0] // 8, 1, 1])
+def along_lanes(rows, WARPS: tl.constexpr, BLOCK_K: tl.constexpr):
+    # [m] -> [m / 8 * chunks * WARPS * 8, 1]
+    apart = tl.reshape(rows, [rows.shape[0] // 8, 1, 8])
+    return tl.reshape(tl.broadcast_to(apart, [rows.shape[0] // 8, BLOCK_K // 32, 8]), [rows.shape[0] * BLOCK_K // 32, 1])
 """,
         (),
     ),

@@ -22,7 +22,7 @@ from .behind import Behind
 from .builder import Block, triton_type
 from .columns import Columns
 from .deferred import constant, peeled, unconditional
-from .direct import AXES, Direct, spread_k
+from .direct import Direct
 from .integers import normalise
 from .peel import first_rows, first_step
 from .printer import Printer, Tile, unrounded
@@ -171,7 +171,7 @@ class Products:
                     self.body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
         if self.linear.deferred is not None:
             rows = "[1, BLOCK_K]" if self.linear.single else "[BLOCK_M, 1, BLOCK_K]" if self.schedule == "gemv" else "[BLOCK_M, BLOCK_K]"
-            rows = rows if self.direct is None else "[8, WARPS, BLOCK_M // 8, 32]"
+            rows = rows if self.direct is None else "[BLOCK_M // 8, WARPS, 8, 32]"
             self.squares = self.builder.names.new("squares")
             self.body.line(f"{self.squares} = tl.zeros({rows}, tl.float32)")
         return sums
@@ -204,17 +204,15 @@ class Products:
 
     def steps_at(self, block: Block, hint: str, start: str, beyond: bool = False) -> str:
         """Writes the positions of one step, from `start` on; `beyond`: a step may lie beyond the end."""
+        if self.direct is not None:
+            return self.direct.steps(block, hint, start, self.mask_needed(beyond))
         k = self.builder.names.new(hint)
-        arange = "" if start.endswith("BLOCK_K") else self.positions()
+        arange = "" if start.endswith("BLOCK_K") else "tl.arange(0, BLOCK_K)"
         block.line(f"{k} = {' + '.join(part for part in (start, arange) if part)}")
         if self.mask_needed(beyond):
             self.builder.names.new(f"{k}_in")
             block.line(f"{k}_in = {k} < {self.linear.k_end or self.size()}")
         return k
-
-    def positions(self) -> str:
-        """Source of the positions of a step."""
-        return "tl.arange(0, BLOCK_K)" if self.direct is None else spread_k()
 
     def outer(self, statistics: Bases) -> Printer:
         return Printer(self.builder, self.body, self.linear.with_statistics(self.linear.tile("r"), statistics))
@@ -244,7 +242,7 @@ class Products:
             return Straight(printer)
         k = self.current = self.builder.names.new("k")
         k0 = self.k0 = self.builder.names.new("k0")
-        first = [f"{k} = {k0} + {self.positions()}"]
+        first = [f"{k} = {k0} + {'tl.arange(0, BLOCK_K)' if self.direct is None else self.direct.positions()}"]
         if self.mask_needed():
             self.builder.names.new(f"{k}_in")
             first.append(f"{k}_in = {k} < {linear.k_end or self.size()}")
@@ -324,7 +322,7 @@ class Products:
                 # Beyond the last element the prologue of 0 need not be 0.
                 code = f"tl.where({printer.tile.masks[k_axis]}, {text.code}, 0.0){rounded}"
         gemv = self.schedule == "gemv"
-        axes = text.axes if gemv else frozenset(range(len(printer.tile.shape)))
+        axes = text.axes if gemv else frozenset((0, 1))
         if not gemv and (text.axes != axes or sympy.sympify(plan.rows) == 1):  # what is read of a single row has one, whatever is said
             code = f"tl.broadcast_to({code}, {printer.tile.dims(axes)})"
         if self.linear.deferred is not None:
@@ -366,7 +364,7 @@ class Products:
     def matrix_step(self, printer: Printer, k: str, sums: Sums, tiles: Tiles | None = None) -> None:
         """One step on the matrix units, over `tiles` of the weights where they are loaded already."""
         skinny, block = self.schedule == "skinny", printer.block
-        whole = frozenset((0, 1)) if self.direct is None else AXES
+        whole = frozenset((0, 1))
         # Scales that change within a step multiply the weights, which then need fp32.
         exact = not self.digits and any(w.scale is not None and not within_step(w.scale, self.choice.block_k) for w in self.segment.windows)
         if self.digits:
@@ -386,7 +384,7 @@ class Products:
         tiles = tiles or self.load_tiles(block, self.body, k, hoist=block is not self.body)
         precision = ', input_precision="ieee"' if exact or self.plan.x_dtype == torch.float32 else ""
         shape = "[BLOCK_N, BLOCK_K]" if skinny else "[BLOCK_K, BLOCK_N]"
-        shape = shape if self.direct is None else self.direct.tile("c", "", "", ()).dims(AXES)
+        shape = shape if self.direct is None else self.direct.tile("c", "", "", ()).dims(whole)
         for (number, part), (w, axes) in tiles.items():
             window, name = self.segment.windows[number], sums[(number, part)]
             w = w if axes == whole else f"tl.broadcast_to({w}, {shape})"
