@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from .compiled import compiled
@@ -24,12 +25,14 @@ Check = Callable[[int, Any], None]  # (tokens of the prompt, GenerationConfig as
 
 
 class Facade:
-    """Makes stand-ins for a model."""
+    """Makes stand-ins for a model. `no_cache`: whether the next generation's cache is made only if the engine's loop, which has one of its
+    own, does not run it: transformers makes it in a third of the time that preparing takes, a layer at a time."""
 
     def __init__(self, model: Any, options: dict[str, Any] | None, sample: Sample, check: Check) -> None:
         self.model = model
         self.options = options
         self.called = 0  # calls of the compiled forward so far
+        self.no_cache = False
         run = compiled_forward(model, options)
 
         @functools.wraps(model.forward)
@@ -40,7 +43,7 @@ class Facade:
             return run(*args, **kwargs)
 
         forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]  # looked at several times a call
-        self._kind = stand_in_class(model, forward, **_members(type(model), sample, check, self._encoder, Merged()))
+        self._kind = stand_in_class(model, forward, **_members(type(model), sample, check, self._encoder, Merged(), lambda: self.no_cache))
         self._encoders: dict[int, tuple[nn.Module, type]] = {}
 
     def stand_in(self) -> Any:
@@ -65,13 +68,32 @@ def compiled_forward(module: Any, options: dict[str, Any] | None) -> Callable[..
     return compiled(forward, options, whole=False)
 
 
-def _members(base: type, sample: Sample, check: Check, compiled_encoder: Callable[[Any], Any], merged: Merged) -> dict[str, Any]:
+def _members(
+    base: type,
+    sample: Sample,
+    check: Check,
+    compiled_encoder: Callable[[Any], Any],
+    merged: Merged,
+    no_cache: Callable[[], bool],
+) -> dict[str, Any]:
     """What a stand-in for a model of the class `base` does in a way of its own."""
+    left: list[Any] = []  # what the cache that was not made is made of, but for the model's arguments
+
+    def _prepare_cache_for_generation(self: Any, config: Any, given: dict[str, Any], mode: Any, *args: Any, **kwargs: Any) -> Any:
+        left.clear()
+        if no_cache() and mode in _LOOPS and config.cache_implementation is None and not config.return_dict_in_generate:
+            left.append((config, mode, args, kwargs))
+            return None
+        return base._prepare_cache_for_generation(self, config, given, mode, *args, **kwargs)  # type: ignore[attr-defined]
 
     def _sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = left.copy()
+        left.clear()
         try:
             return sample(input_ids, *args, **kwargs)
         except NotOurs:
+            for config, mode, more, named in prepared:
+                base._prepare_cache_for_generation(self, config, kwargs, mode, *more, **named)  # type: ignore[attr-defined]
             return base._sample(self, input_ids, *args, **kwargs)  # type: ignore[attr-defined]
 
     def _validate_generated_length(self: Any, generation_config: Any, input_ids_length: int, *args: Any, **kwargs: Any) -> None:
@@ -91,5 +113,15 @@ def _members(base: type, sample: Sample, check: Check, compiled_encoder: Callabl
             return prepare(self, generation_config, *args, **kwargs)
         return merged.merge(self, functools.partial(prepare, self), generation_config, kwargs)
 
-    own = [_prepare_generation_config, _sample, _validate_generated_length, _valid_auto_compile_criteria, get_encoder]
+    own = [
+        _prepare_generation_config,
+        _prepare_cache_for_generation,
+        _sample,
+        _validate_generated_length,
+        _valid_auto_compile_criteria,
+        get_encoder,
+    ]
     return {function.__name__: function for function in own if hasattr(base, function.__name__)}
+
+
+_LOOPS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # those of `_sample`

@@ -67,6 +67,7 @@ class Generator:
         self._lock = threading.RLock()
         self._kept = Kept(model)
         self._prepared: tuple[Tensor, Request, Any, int] | None = None  # what `_sample` made last, of what, and which model that is for
+        self._growing: object = None  # the configurations for which transformers has made a cache of the kind that grows
         self._vocabulary: int | None = None  # of the model that was looked at last
         self._done: Any = None
         self._called = False
@@ -110,6 +111,7 @@ class Generator:
             self._prepared = None
             self.why_not_ours = "the way to generate is none of the loop's"
             before = self._facade.called
+            self._facade.no_cache = call is not None and call.configs is self._growing and "custom_generate" not in given
             made = self._facade.stand_in().generate(*args, **kwargs)
             if self.why_not_ours and self._facade.called == before:
                 log.warning(
@@ -119,6 +121,8 @@ class Generator:
                 )
             prepared, self._prepared = self._prepared, None
             if call is not None and prepared is not None and prepared[0] is made:
+                if prepared[1].past is not None:
+                    self._growing = call.configs
                 self._kept.keep(call, *prepared[1:])
             return made
 

@@ -33,9 +33,11 @@ _MEMBERS = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """A call's tokens `ids` [rows, n], its mask [rows, n] if it has one, its streamer, and everything else that decides about it."""
+    """A call's tokens `ids` [rows, n], its mask [rows, n] if it has one, its streamer, and everything else that decides about it, which is
+    the `key`; in that, what stands for the contents of the model's configurations."""
 
     key: Hashable
+    configs: object
     name: str
     ids: Tensor
     mask: Tensor | None
@@ -96,7 +98,7 @@ class Kept:
         except TypeError:
             return None
         tensors = named[0], ids.shape, ids.device, None if mask is None else mask.dtype, streamer is not None
-        return Call((tensors, frozenset(settings), configs, _distributed()), named[0], ids, mask, streamer)
+        return Call((tensors, frozenset(settings), configs, _distributed()), configs, named[0], ids, mask, streamer)
 
     def _stands_for(self, config: Any, defaults: Any) -> object:
         """What stands for the contents of both configurations in keys. Raises TypeError where these are no plain settings."""

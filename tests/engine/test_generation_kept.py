@@ -9,7 +9,7 @@ from dsi.engine.generation.frozen import Known, frozen
 from dsi.engine.generation.kept import Kept
 from dsi.engine.generation.merged import Merged
 from generating import REFERENCE, VOCABULARY, eager, prompt, small_llama
-from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
 
 pytestmark = pytest.mark.one_engine
@@ -57,6 +57,56 @@ def test_other_tokens_need_no_preparation(generator, prepared):
         assert len(prepared) == 1
         assert torch.equal(made, eager(generator.model, ids, **HOW))
         del prepared[1:]  # eager's
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """A list that grows when transformers makes a cache."""
+    seen, make = [], DynamicCache.__init__
+
+    def made(self, *args, **kwargs):
+        seen.append(self)
+        make(self, *args, **kwargs)
+
+    monkeypatch.setattr(DynamicCache, "__init__", made)
+    return seen
+
+
+def test_a_cache_is_made_for_transformers_loops_alone(generator, caches):
+    """The first one shows of what kind it is, for configurations that stay as they are."""
+    generator._growing = None
+    for length, made in ((7, 1), (8, 0), (9, 0)):
+        caches.clear()
+        ids = prompt(1, length)
+        tokens = generator.generate(ids, **HOW)
+        assert len(caches) == made and torch.equal(tokens, eager(generator.model, ids, **HOW))
+    ids = prompt(1, 9)
+    for more in ({"no_repeat_ngram_size": 2}, {"num_beams": 2}):
+        expected = generator.model.generate(ids, **HOW, **more)
+        caches.clear()
+        assert torch.equal(generator.generate(ids, **HOW, **more), expected)
+        assert len(caches) == 1 and caches[0].get_seq_length() == 9 + NEW - 1, "it was used"
+    caches.clear()
+    assert generator.generate(prompt(1, 10), return_dict_in_generate=True, **HOW)[1].get_seq_length() == 10 + NEW - 1
+    assert len(caches) == 1
+    generator.model.config.max_position_embeddings = 500
+    caches.clear()
+    generator.generate(prompt(1, 11), **HOW)
+    assert len(caches) == 1
+
+
+def test_a_loop_of_the_callers_is_given_a_cache(generator, caches):
+    """It stands in for the one that would be called, and expects what that is given."""
+    given = []
+
+    def custom(model, input_ids, **kwargs):
+        given.extend(value for value in kwargs.values() if isinstance(value, DynamicCache))
+        return input_ids
+
+    for length in (7, 8):
+        generator.generate(prompt(1, length), **HOW)
+    generator.generate(prompt(1, 7), custom_generate=custom, **HOW)
+    assert len(given) == 1
 
 
 def test_rows_samples_and_masks(generator, prepared):
