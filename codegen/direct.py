@@ -25,6 +25,7 @@ from .columns import U
 from .deferred import constant, unconditional
 from .layout import Bound, Interner, Text, Tile
 from .printer import Printer
+from .statistics import divisible
 
 if TYPE_CHECKING:
     from .kernel import Choice
@@ -98,13 +99,15 @@ class Direct:
         """Writes the positions of the step that begins at `start`, which need a mask if `masked`; returns their name in the tile of the
         rows."""
         new = self.linear.builder.names.new
+        whole = divisible(self.products.inner, self.linear.choice.block_k)
         k = new(hint)
         self.beside[k] = new(f"{k}_w")
         for name, size in ((k, "BLOCK_M"), (self.beside[k], "BLOCK_N")):
             block.line(f"{name} = {' + '.join(part for part in (start, self.positions(size)) if part)}")
             if masked:
                 new(f"{name}_in")
-                block.line(f"{name}_in = {name} < {self.linear.k_end or self.products.size()}")
+                inside = start if whole and start else name  # a step is inside or not
+                block.line(f"{name}_in = {inside} < {self.linear.k_end or self.products.size()}")
         return k
 
     def positions(self, size: str = "BLOCK_M") -> str:
