@@ -80,7 +80,7 @@ def spread_k(block: str) -> str:
     """Source of the positions of a step at each place of a tile. Those of a warp lie side by side."""
     places = f"tl.arange(0, {block} * BLOCK_K // 32)"
     warp, chunk = f"{places} // 8 % WARPS", f"{places} // (8 * WARPS) % (BLOCK_K // (32 * WARPS))"
-    return f"({warp} * (BLOCK_K // WARPS) + {chunk} * 32)[:, None] + tl.arange(0, 32)[None, :]"
+    return f"(({warp} * (BLOCK_K // (32 * WARPS)) + {chunk}) * 32)[:, None] + tl.arange(0, 32)[None, :]"
 
 
 class Direct:
@@ -103,7 +103,8 @@ class Direct:
         k = new(hint)
         self.beside[k] = new(f"{k}_w")
         for name, size in ((k, "BLOCK_M"), (self.beside[k], "BLOCK_N")):
-            block.line(f"{name} = {' + '.join(part for part in (start, self.positions(size)) if part)}")
+            before, plus, step = start.partition(" + BLOCK_K")  # constants last, so that addresses differ by constants alone
+            block.line(f"{name} = {' + '.join(part for part in (before, self.positions(size)) if part)}{plus}{step}")
             if masked:
                 new(f"{name}_in")
                 inside = start if whole and start else name  # a step is inside or not
