@@ -262,8 +262,9 @@ def registers(work: LinearWork, choice: Choice) -> int:
     if choice.direct:
         # Where rows are computed, what they are multiplied by is held, too, and they are fp32 for a while.
         held = work.tile_bytes(choice) + (0 if work.bare or choice.apart else choice.block_m * choice.block_k * (work.x_bytes + 4))
-        sums = work.accumulators * choice.block_m * choice.block_n // 32 + (choice.block_m if work.reductions else 0)
-        holds = held // (4 * threads) + sums
+        holds = (
+            held // (4 * threads) + work.accumulators * choice.block_m * choice.block_n // 32 + (choice.block_m if work.reductions else 0)
+        )
         return max(most_registers(holds, choice.num_warps), holds + least)
     if choice.schedule == "gemv":
         elements = choice.block_n * choice.block_k / threads
