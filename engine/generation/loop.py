@@ -17,6 +17,7 @@ from .compiled import compiled, loudly
 from .decoder import Decoder
 from .feed import Feed
 from .gpu_state import GpuState
+from .looks import Looks
 from .progress import compiling
 from .reader import Copying, Direct, Reader
 from .request import Request
@@ -222,11 +223,15 @@ class Loop:
 
         kind = (state.rows, state.slots, masked, state.ending, recipe.key)
         self.last_step, self.last_prompt = ("step", *kind, *places[1:]), ("prompt", bucket, *kind, *places)
-        looks = _Looks(self, state, request)
+        looks = Looks(self, state, request)
         launch: Callable[[], None] | None = None
-        if not sure and (recipe.sample or not self.steps.has(self.last_prompt)):  # a draw cannot be taken back
-            self._be_sure()
-            sure = True
+        draws = None
+        if not sure:
+            sure = not self.steps.has(self.last_prompt)
+            if sure:
+                self._be_sure()
+            elif recipe.sample:
+                draws = _Draws(self.device)
         with within:
             for number in range(request.limit):
                 if launch is not None:
@@ -235,7 +240,7 @@ class Loop:
                     with compiling("decode step" if one else "prompt", self._new((not one, *kind[:3]))):
                         self.steps.run(self.last_prompt, prompt, PROMPT_RUNS)
                     if not sure:
-                        self._be_sure()
+                        self._be_sure(draws)
                 else:
                     with compiling("decode step", self._new((False, *kind[:3]))):
                         launch = self.steps.run(self.last_step, step)
@@ -243,9 +248,11 @@ class Loop:
                     return
         looks.finish()
 
-    def _be_sure(self) -> None:
-        """Raise `Changed` if what was recorded is of another model than the one that there is now."""
+    def _be_sure(self, draws: _Draws | None = None) -> None:
+        """Raise `Changed` if what was recorded is of another model than the one that there is now. `draws`: to be taken back then."""
         if self.look() != self._place[0]:
+            if draws is not None:
+                draws.take_back()
             raise Changed
 
     def _new(self, key: Hashable) -> bool:
@@ -253,6 +260,20 @@ class Loop:
             return False
         self._compiled.add(key)
         return True
+
+
+class _Draws:
+    """Random numbers that are drawn on a device from now on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    def take_back(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._before, self._device)
+        else:
+            torch.set_rng_state(self._before)
 
 
 class _Within(contextlib.ExitStack):
@@ -272,43 +293,3 @@ class _Within(contextlib.ExitStack):
         if not self._decoding:
             self._decoding = True
             self.enter_context(self._decoder.decoding())
-
-
-class _Looks:
-    """The host's looks at the tokens of one request, as late as the reader says. Without anybody who wants to know, there are none."""
-
-    def __init__(self, loop: Loop, state: State, request: Request) -> None:
-        assert loop.reader is not None
-        self._loop, self._state, self._request, self._reader = loop, state, request, loop.reader
-        self._lag = loop.reader.lag if request.criteria is None else 0
-        self._any = request.ends is not None or request.criteria is not None or request.streamer is not None
-        self._reader.begin(state.board)
-        loop.taken = 0
-
-    def queued(self, step: int) -> bool:
-        """Step number `step` has been queued. Returns whether a step was seen after which every row is at its end."""
-        if not self._any:
-            return False
-        self._reader.queue(step)
-        return step >= self._lag and self._look()
-
-    def finish(self) -> None:
-        """The last step has been queued."""
-        if not self._any:
-            self._loop.taken = self._request.limit
-        while self._loop.taken < self._request.limit and not self._look():
-            pass
-
-    def _look(self) -> bool:
-        """Look at the next step; whether every row is at its end after it."""
-        loop, request = self._loop, self._request
-        row = self._reader.read(loop.taken)
-        loop.taken += 1
-        ended = bool(row[-1])
-        if request.criteria is not None:
-            done = request.criteria(self._state.ids[:, : request.ids.shape[1] + loop.taken], None)
-            self._state.finished.logical_or_(done.to(self._state.finished.device))
-            ended = bool(self._state.finished.all())
-        if request.streamer is not None:
-            request.streamer.put(torch.from_numpy(row[:-1].copy()))
-        return ended
