@@ -217,8 +217,10 @@ class Generator:
         loop = self.loop if self._kind == kind else None
         if loop is not None and states is None:
             return loop, *self._looked(loop)
-        if loop is not None and ((looked := loop.look()) == self._tried or not loop.decoder.reads(states)):
-            return loop, looked, True
+        if loop is not None and states is not None:
+            looked = loop.look()
+            if looked == self._tried or not loop.decoder.reads(states):
+                return loop, looked, True
         try:
             decoder = examine(self.model, states)
         except NotOurs as reason:
