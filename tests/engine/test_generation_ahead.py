@@ -167,3 +167,29 @@ def test_a_hook_may_read_what_is_gone_with_it(generator):
         assert generator.log[0] == "look"
     finally:
         hook.remove()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [HOW, dict(HOW, **DRAWN)], ids=["greedy", "sampled"])
+def test_a_model_that_has_changed_on_a_gpu(how, monkeypatch):
+    model = small_llama(layers=2).cuda()
+    generator, ids, ahead = Generator(model, max_out_tokens=96), prompt(1, 7).cuda(), []
+    for _ in range(PROMPT_RUNS + 2):
+        torch.manual_seed(3)
+        made = generator.generate(ids, **how)
+    steps, look = generator.loop.steps, generator.loop._watch.look
+    before = steps.launched
+    monkeypatch.setattr(generator.loop._watch, "look", lambda: ahead.append(steps.launched - before) or look())
+    torch.manual_seed(3)
+    assert torch.equal(generator.generate(ids, **how), made) and ahead == [1]
+    for change in (replaced, written):
+        kept, before = change(model), steps.launched
+        ahead.clear()
+        torch.manual_seed(3)
+        made = generator.generate(ids, **how)
+        assert ahead[0] == 1, kept
+        torch.manual_seed(3)
+        assert torch.equal(made, eager(model, ids, **how))
+        for _ in range(PROMPT_RUNS + 1):
+            torch.manual_seed(3)
+            assert torch.equal(generator.generate(ids, **how), made)
