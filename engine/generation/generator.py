@@ -123,7 +123,8 @@ class Generator:
             if call is not None and prepared is not None and prepared[0] is made:
                 if prepared[1].past is not None:
                     self._growing = call.configs
-                self._kept.keep(call, *prepared[1:])
+                assert self.loop is not None
+                self._kept.keep(call, *prepared[1:], plain=not self.loop.decoder.prepares.own)
             return made
 
     # --------------------------------------------------------------------------------------------------------------------- the loop

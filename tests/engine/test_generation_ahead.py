@@ -79,7 +79,7 @@ def test_the_prompt_is_launched_first(generator):
 def test_a_prompt_that_has_to_be_prepared_is_launched_first_as_well(generator):
     """It is of the size that was recorded."""
     ids = prompt(1, 8)
-    made = generator.generate(ids, **HOW)
+    made = generator.generate(ids, attention_mask=torch.ones_like(ids), **HOW)
     assert generator.log == ["launch", "look", *["launch"] * (NEW - 1)]
     assert torch.equal(made, eager(generator.model, ids, **HOW))
 

@@ -8,6 +8,8 @@ from dsi.engine.generation import Generator
 from dsi.engine.generation.frozen import Known, frozen
 from dsi.engine.generation.kept import Kept
 from dsi.engine.generation.merged import Merged
+from dsi.engine.generation.request import Request
+from dsi.engine.generation.sampling import Recipe
 from generating import REFERENCE, VOCABULARY, eager, prompt, small_llama
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
@@ -59,6 +61,69 @@ def test_other_tokens_need_no_preparation(generator, prepared):
         del prepared[1:]  # eager's
 
 
+LENGTHS = {
+    "new tokens are counted": (HOW, 1),
+    "whatever is drawn": (dict(HOW, do_sample=True, top_k=5, repetition_penalty=1.3), 1),
+    "all tokens are counted": (dict(HOW, max_new_tokens=None, max_length=18), 3),
+    "an end that is not to come yet": (dict(HOW, min_new_tokens=2), 3),
+    "tokens that are not to begin with": (dict(HOW, begin_suppress_tokens=[7]), 3),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_prompts_of_other_lengths_need_none_where_only_positions_hang_on_them(generator, prepared, case, rows):
+    how, times = LENGTHS[case]
+    made = []
+    for length in (7, 12, 15, 12):
+        ids = prompt(rows, length, seed=length)
+        torch.manual_seed(1)
+        made.append((ids, generator.generate(ids, **how)))
+    assert len(prepared) == times
+    for ids, tokens in made:
+        torch.manual_seed(1)
+        assert torch.equal(tokens, eager(generator.model, ids, **how))
+
+
+@pytest.mark.parametrize(("first", "all_lengths"), [(0, True), (2, False), (None, True)])
+def test_positions_that_do_not_count_from_zero_are_for_their_prompt(shared, first, all_lengths):
+    kept = Kept(shared.model)
+    calls = [kept.call(dict(HOW, inputs=prompt(1, length))) for length in (7, 8)]
+    config = GenerationConfig(**HOW)
+    config._pad_token_tensor = None
+    positions = None if first is None else torch.arange(first, first + 7)[None]
+    kept.keep(calls[0], Request(calls[0].ids, 7, NEW, Recipe(False, None), positions=positions), config, 1, plain=True)
+    assert [kept.has(call) for call in calls] == [True, all_lengths]
+    for call in calls[: 1 + all_lengths]:
+        made, n = kept.request(call, 1, call.ids), call.ids.shape[1]
+        assert made.fed == n and made.ids is call.ids
+        assert made.positions is None if first is None else torch.equal(made.positions, torch.arange(first, first + n)[None])
+
+
+def test_prompts_that_are_too_long_or_empty_are_seen_all_the_same(generator, prepared):
+    generator.generate(prompt(1, 7), **HOW)
+    with pytest.raises(
+        ValueError, match="a prompt of 93 tokens and 4 new ones are 97 tokens, and the engine was made for max_out_tokens = 96"
+    ):
+        generator.generate(prompt(1, 93), **HOW)
+    with pytest.raises(ValueError, match=r"inputs is .1, 0.: the prompt holds no token"):
+        generator.generate(prompt(1, 0), **HOW)
+    assert len(prepared) == 1
+
+
+def test_a_hook_that_looks_at_lengths_is_asked_about_each(prepared):
+    class Own(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids, **given):
+            return super().prepare_inputs_for_generation(input_ids, **given)
+
+    model = small_llama()
+    model.__class__ = Own
+    generator = Generator(model, max_out_tokens=96, options=REFERENCE)
+    for length in (7, 8, 8):
+        generator.generate(prompt(1, length), **HOW)
+    assert generator.why_not_ours == "" and len(prepared) == 2
+
+
 @pytest.fixture
 def caches(monkeypatch):
     """A list that grows when transformers makes a cache."""
@@ -72,14 +137,16 @@ def caches(monkeypatch):
     return seen
 
 
-def test_a_cache_is_made_for_transformers_loops_alone(generator, caches):
+def test_a_cache_is_made_for_transformers_loops_alone(generator, caches, prepared):
     """The first one shows of what kind it is, for configurations that stay as they are."""
     generator._growing = None
-    for length, made in ((7, 1), (8, 0), (9, 0)):
+    for new, made in ((4, 1), (5, 0), (6, 0)):
         caches.clear()
-        ids = prompt(1, length)
-        tokens = generator.generate(ids, **HOW)
-        assert len(caches) == made and torch.equal(tokens, eager(generator.model, ids, **HOW))
+        ids, how = prompt(1, 9), dict(HOW, max_new_tokens=new)
+        tokens = generator.generate(ids, **how)
+        assert len(prepared) == 1 and len(caches) == made
+        assert torch.equal(tokens, eager(generator.model, ids, **how))
+        prepared.clear()
     ids = prompt(1, 9)
     for more in ({"no_repeat_ngram_size": 2}, {"num_beams": 2}):
         expected = generator.model.generate(ids, **HOW, **more)
@@ -92,7 +159,7 @@ def test_a_cache_is_made_for_transformers_loops_alone(generator, caches):
     generator.model.config.max_position_embeddings = 500
     caches.clear()
     generator.generate(prompt(1, 11), **HOW)
-    assert len(caches) == 1
+    assert len(caches) == 1, "it may be of another kind"
 
 
 def test_a_loop_of_the_callers_is_given_a_cache(generator, caches):
@@ -103,8 +170,8 @@ def test_a_loop_of_the_callers_is_given_a_cache(generator, caches):
         given.extend(value for value in kwargs.values() if isinstance(value, DynamicCache))
         return input_ids
 
-    for length in (7, 8):
-        generator.generate(prompt(1, length), **HOW)
+    for new in (4, 5):
+        generator.generate(prompt(1, 7), **dict(HOW, max_new_tokens=new))
     generator.generate(prompt(1, 7), custom_generate=custom, **HOW)
     assert len(given) == 1
 
@@ -158,7 +225,7 @@ CHANGES = {
     "a processor": lambda g, how: how.update(logits_processor=LogitsProcessorList()),
     "a tensor": lambda g, how: how.update(eos_token_id=torch.tensor([2])),
     "a row": lambda g, how: how.update(inputs=prompt(2, 7)),
-    "a longer prompt": lambda g, how: how.update(inputs=prompt(1, 8)),
+    "a prompt of one token": lambda g, how: how.update(inputs=prompt(1, 1)),
     "another dtype": lambda g, how: how.update(inputs=how["inputs"].int()),
     "a mask": lambda g, how: how.update(attention_mask=torch.tensor([[0] * 2 + [1] * 5])),
     "padding that transformers finds": lambda g, how: how.update(inputs=torch.cat([torch.tensor([[0, 0]]), how["inputs"][:, 2:]], 1)),
