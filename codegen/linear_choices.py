@@ -95,6 +95,9 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
         return False
     if not same and work.peel(choice) and registers(work, choice) > HELD_MOST:
         return False
+    # Sums behind the product that several steps carry were none where one step took the measured rows whole.
+    if not same and work.is_deferred(choice) and registers(work, choice) > max(HELD_MOST, registers(work, replace(choice, deferred=False))):
+        return False
     if choice.schedule == "gemv" and choice.digits:
         return work.words and registers(work, choice) <= WORD_MOST
     if choice.block_k * choice.split >= 2 * max(power_of_two(work.inner), 16):

@@ -10,7 +10,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from dsi.codegen import Choice, cost, generate
+from dsi.codegen import Choice, cost, defaults, generate
 from dsi.codegen.deferred import LONGEST_LAYER, deferred_layer
 from dsi.codegen.devices import H200
 from dsi.codegen.linear_choices import BEHIND
@@ -201,6 +201,22 @@ def test_the_model_offers_it_and_never_takes_it_untried():
     work = linear_work(spec, 1, {})
     one = next(choice for choice in found if choice.deferred)
     assert work.passes(one) == 0 < work.passes(replace(one, deferred=False))
+
+
+def test_a_measured_choice_is_for_rows_that_one_step_takes(monkeypatch):
+    """Longer ones have several, between which a thread carries three sums a column instead of one: the registers would not do."""
+    one = {"rows": 1, "columns": 2304, "norm": "layer", "us": 1.0}
+    measured = (
+        defaults.Entry(
+            inner=768, choice={"schedule": "gemv", "block_m": 1, "block_n": 4, "block_k": 1024, "num_warps": 1, "deferred": True}, **one
+        ),
+        defaults.Entry(inner=1600, choice={"schedule": "gemv", "block_m": 1, "block_n": 2, "block_k": 512, "num_warps": 4}, **one),
+    )
+    monkeypatch.setattr(defaults, "table", lambda: {"H200": measured})
+    with torch.device("meta"):
+        specs = {inner: known(layer(F16, 1, inner, 2304)).spec for inner in (768, 1000, 1024, 1025, 1100)}
+    found = {inner: defaults.lookup(spec, None, "NVIDIA H200") for inner, spec in specs.items()}
+    assert {inner for inner, choice in found.items() if choice.deferred} == {768, 1000, 1024}
 
 
 @pytest.mark.parametrize("block_n,block_k,warps", [(4, 1024, 1), (2, 1024, 4), (4, 256, 4)])
