@@ -29,10 +29,15 @@ def test_nothing_near(other):
     assert defaults.lookup(other, 1, "NVIDIA H200") is None
 
 
-def test_every_entry_makes_a_kernel_that_is_right(interpreter):
+@pytest.mark.parametrize("keys", [130, 600], ids=["fewer", "more"])
+def test_every_entry_makes_a_kernel_that_is_right(interpreter, keys):
+    """With fewer keys than were measured, of which some parts have none, and with more, of which a part has several blocks."""
+    shown = torch.rand(1, 1, 1, keys, generator=torch.Generator().manual_seed(3)) < 0.6
+    shown[..., : keys // 4] = False
     for entry in attention_defaults.table()["H200"]:
         heads = min(entry.heads, 2)
-        case = plans.attention(BF16, 1, heads * entry.group, heads, 1, 130, entry.size, mask="bool")
+        case = plans.attention(BF16, 1, heads * entry.group, heads, 1, keys, entry.size, mask=shown)
+        assert case.expected[0].any()
         choice = attention_defaults.Choice(**{"max_rows": None, **entry.choice})
         (kernel,) = generate(case.spec, choice)
         check(case, interpreter, kernel)
