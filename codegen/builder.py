@@ -119,7 +119,6 @@ class Builder:
         self._in_workspace: dict[int, str] = {}  # inputs that lie in scratch memory, or are read as another dtype: the pointers
         self.reinterpreted: set[int] = set()  # inputs that are read as another dtype
         self.helpers: dict[str, str] = {}
-        self.registers = 0  # that a thread may have at most; 0: as many as its program finds
         self._behind_wait = False  # the next kernel may start behind the wait, not before
         symbols = {name for name, _ in spec.scalars}
         for tensor in (*spec.inputs, *spec.outputs):

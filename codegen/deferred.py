@@ -161,7 +161,7 @@ def peel_of(inner: sympy.Expr, choice: Choice) -> str:
     if choice.peel not in ("", "last", "first"):
         raise ValueError(f"a choice peels {choice.peel!r}; known ways: last, first")
     share = span_of(inner, choice)
-    if choice.schedule != "skinny" or choice.direct or (share.is_Integer and int(share) <= choice.block_k):
+    if choice.schedule != "skinny" or (share.is_Integer and int(share) <= choice.block_k):
         return ""
     every = inner.is_Integer and (choice.split - 1) * int(share) + choice.block_k < int(inner)  # program has a second step
     return "last" if choice.peel and not every else choice.peel

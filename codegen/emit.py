@@ -94,8 +94,7 @@ def _parts(spec: t.KernelSpec, choice: Choice, entry: str) -> list[_Part | Libra
 def _launch(part: _Part, device: Device) -> Launch:
     arguments, _ = part.builder.arguments()
     # Without a stated limit ptxas may spill a few registers to fit one more block on a processor.
-    most = min(255, REGISTERS // (32 * part.warps), part.builder.registers or 255)
-    options: dict[str, int | bool] = {"enable_fp_fusion": True, "maxnreg": most}
+    options: dict[str, int | bool] = {"enable_fp_fusion": True, "maxnreg": min(255, REGISTERS // (32 * part.warps))}
     constants: dict[str, int | bool | float] = dict(part.builder.constants)
     if "PDL" in constants:
         constants["PDL"] = able = device.capability >= 90

@@ -112,8 +112,7 @@ class Choice:
     one before it, and multiplies them behind the loop over the other steps ("last"), or at the start of its first turn, beside which more
     shared memory is needed ("first"; as "last" where some program has but one step). Without effect where no program has more than one, or
     where kernels of the graph write the weights (deferred.peeled). `deferred` (`gemv`): a layer norm before the product corrects the sums
-    instead of the rows, where that is possible (deferred.deferred_layer); an RMS norm's factor always comes after the sums. `direct`
-    (`skinny`): weights go from memory straight into the registers of the matrix units (codegen/direct.py, which says where that can be).
+    instead of the rows, where that is possible (deferred.deferred_layer); an RMS norm's factor always comes after the sums.
 
     Attention: `block_m` rows are query heads of a key head for consecutive queries, of fewer than 16 no matrix units are used;
     `block_k` channels of a head are multiplied at once (1: all); `block_s` keys of the mask are looked at in one step before any key is
@@ -149,4 +148,3 @@ class Choice:
     hint: bool = False
     peel: Literal["", "last", "first"] = ""
     deferred: bool = False
-    direct: bool = False

@@ -17,7 +17,6 @@ import sympy
 import torch
 from dsi.ir import tile as t
 
-from . import direct
 from .builder import Block, Builder
 from .columns import Columns, U, ceil_div, cuts_of
 from .deferred import WIDEST_DEFERRED, constant, deferred_layer, deferred_norm, unconditional
@@ -44,8 +43,6 @@ class Linear:
         assert isinstance(spec.plan, t.LinearPlan)
         self.spec, self.plan, self.choice = spec, spec.plan, choice
         self.given = given
-        if why := direct.refusal(spec, choice):
-            raise ValueError(why)
         self.builder = Builder(spec)
         self.block = self.builder.body  # where what depends on rows alone is written
         self.gemv = choice.schedule == "gemv"
@@ -123,11 +120,9 @@ class Linear:
             arange = "tl.arange(0, BLOCK_M)"
             body.line(f"r = {arange}" if self.one_block else f"r = tl.program_id({1 - axis}) * BLOCK_M + {arange}")
             self.row_mask = not divisible(plan.rows, choice.block_m)
-            count = Printer(self.builder, body, Tile((), {})).integer(normalise(plan.rows), 1) if self.row_mask else ""
             if self.row_mask:
-                body.line(f"r_in = r < {count}")
-            if choice.direct:
-                direct.write_rows(self, count)
+                printer = Printer(self.builder, body, Tile((), {}))
+                body.line(f"r_in = r < {printer.integer(normalise(plan.rows), 1)}")
         if choice.split > 1:
             shares(self)
         statistics: Bases = {}
@@ -234,8 +229,7 @@ class Linear:
         for printer in printers:
             printer.expect(store.value for store in segment.stores)
         scales: dict[tuple[int, int], str] = {}
-        lanes = self.positions(body, columns, start, direct.spread("BLOCK_N"))[0] if self.choice.direct else c
-        products = Products(self, body, segment, columns, lanes, masked)
+        products = Products(self, body, segment, columns, c, masked)
         if ahead:
             products.ahead()
             scales = self.scales(printers, segment, lambda number: number in self.spec.constants)
@@ -323,9 +317,8 @@ class Linear:
             part=part,
         )
 
-    def positions(self, body: Block, columns: Columns, start: sympy.Expr, block: str = "tl.arange(0, BLOCK_N)") -> tuple[str, bool, str]:
-        """Writes the program's positions: their name, whether they need a mask (`…_in`), and the condition that a lane is no padding.
-        `block` is the source of the positions of a block, which are laid out as they are there."""
+    def positions(self, body: Block, columns: Columns, start: sympy.Expr) -> tuple[str, bool, str]:
+        """Writes the program's positions: their name, whether they need a mask (`…_in`), and the condition that a lane is no padding."""
         names, block_n = self.builder.names, self.choice.block_n
         scalar = Printer(self.builder, body, Tile((), {}))
         program = f"({self.program} - {scalar.integer(normalise(start), 1)})" if start != 0 else self.program
@@ -337,13 +330,13 @@ class Linear:
             groups = columns.groups(block_n)
             lane = names.new("lane")
             body.comment(f"groups of {columns.lanes} columns, each padded to {columns.padded}")
-            body.line(f"{lane} = ({block}) % {columns.padded}" if groups > 1 else f"{lane} = {block}")
-            group = f"({program} * {groups} + ({block}) // {columns.padded})" if groups > 1 else program
+            body.line(f"{lane} = tl.arange(0, BLOCK_N)" + (f" % {columns.padded}" if groups > 1 else ""))
+            group = f"({program} * {groups} + tl.arange(0, BLOCK_N) // {columns.padded})" if groups > 1 else program
             body.line(f"{c} = {group} * {columns.lanes} + {lane}")
             lane_in = f"{lane} < {columns.lanes}"
             masks.insert(0, lane_in)
         else:
-            body.line(f"{c} = {program} * BLOCK_N + {block}")
+            body.line(f"{c} = {program} * BLOCK_N + tl.arange(0, BLOCK_N)")
         if masks:
             names.new(f"{c}_in")
             body.line(f"{c}_in = {conjunction(masks) if len(masks) > 1 else masks[0]}")

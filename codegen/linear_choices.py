@@ -1,9 +1,8 @@
 """The blocks, warps and stages that are worth trying for a linear region, best first by the model.
 
 What is listed are tiles that a program can hold in its registers and its processor's shared memory, and that keep whole groups of columns
-where an epilogue needs them. The order is `linear_cost`'s, but that none whose first step is peeled, whose layer norm comes behind the
-product, or whose weights go straight to registers, comes first, and so is taken untried: what these gain is predicted, and was not
-measured yet.
+where an epilogue needs them. The order is `linear_cost`'s, but that none whose first step is peeled, or whose layer norm comes behind the
+product, comes first, and so is taken untried: what these gain is predicted, and was not measured yet.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from dataclasses import replace
 
 from .devices import Device
 from .kernel import Choice
-from .linear_cost import REGISTERS, LinearWork, linear_seconds, programs_of, registers, shared_bytes
+from .linear_cost import LinearWork, linear_seconds, programs_of, registers, shared_bytes
 from .roofline import power_of_two
 
 MOST = 36  # candidates that are handed out
 MOST_OF_ONE, ALIKE = 24, 3  # of them of one schedule; with the same tile
 PEELED = 4  # copies of them whose first step is peeled, the best
-DIRECT, DIRECT_ROWS = 4, 16  # choices, and the most rows, of skinny whose weights go straight to registers
-DIRECT_HELD = 32  # of which hold weights: of more some spill
 BEHIND = 4  # and whose layer norm comes behind the product
 ALIKE_WORDS = 1  # and so over words, where memory decides, and the model tells tiles apart by a percent or two
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
@@ -77,8 +74,6 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
         return linear_seconds(work, choice, device)
 
     untried = sorted((way for choice in kept for way in _peeled(work, choice, device)), key=seconds)[:PEELED]
-    if rows is not None and 1 < rows <= DIRECT_ROWS:
-        untried += sorted(_direct(work, rows, device), key=seconds)[:DIRECT]
     untried += sorted(dict.fromkeys(way for choice in kept for way in _deferred(work, choice)), key=seconds)[:BEHIND]
     return first, *(sorted([*others, *untried], key=seconds) if untried else others)
 
@@ -90,8 +85,6 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
     if few is not None and (rows is None or rows > min(few, choice.block_m)):
         return False
     if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not (same or _fits(work, choice, device)):
-        return False
-    if choice.direct and not _direct_possible(work):
         return False
     if not same and work.peel(choice) and registers(work, choice) > HELD_MOST:
         return False
@@ -182,30 +175,6 @@ def _peeled(work: LinearWork, choice: Choice, device: Device) -> list[Choice]:
         return []
     ways = (replace(choice, peel="last"), replace(choice, peel="first"))
     return [way for way in ways if work.peel(way) == way.peel and registers(work, way) <= HELD_MOST and _fits(work, way, device)]
-
-
-def _direct_possible(work: LinearWork) -> bool:
-    """Whether weights can go straight to the matrix units' registers (direct.refusal), 16 bytes a load."""
-    halves = work.x_bytes == 2 and not work.wide and work.group is None and not work.rounded
-    return halves and not work.across and work.inner % (LOADED // 2) == 0
-
-
-def _direct(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
-    """`skinny` whose weights go straight to registers: one to four times 64 bytes of a row a warp and step."""
-    if not _direct_possible(work):
-        return
-    height = max(power_of_two(rows), SHORTEST)
-    for block_n, warps, chunks, split in itertools.product((16, 32), (4, 8, 16), (1, 2, 4), (1, 2, 4)):
-        block_k = 32 * warps * chunks
-        if block_n < work.held or block_k * split > max(work.inner // 2, block_k):
-            continue
-        block_s = statistics_block(work, 2 * height, warps)  # beside the weights that are held by then
-        choice = Choice("skinny", rows, height, block_n, block_k, block_s, warps, 1, split=split, direct=True)
-        each = programs_of(work, choice) / device.processors
-        held = block_n * block_k * max(cut.weight_bytes for cut in work.cuts) // (4 * 32 * warps)
-        fits = held <= DIRECT_HELD and registers(work, choice) * 32 * warps <= REGISTERS
-        if fits and (split == 1 or each <= MOST_PROGRAMS):
-            yield choice
 
 
 def _deferred(work: LinearWork, choice: Choice) -> list[Choice]:

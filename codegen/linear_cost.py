@@ -17,7 +17,6 @@ from dsi.ir import tile as t
 from .columns import Columns, columns_of, cuts_of
 from .deferred import behind_product, deferred_norm, is_deferred, peel_of
 from .devices import Device
-from .direct import most_registers
 from .kernel import Choice
 from .layout import Interner
 from .roofline import evaluate, traffic, typical
@@ -58,8 +57,6 @@ class Fit:
 FITS = {
     "gemv": Fit(1.42, 0.50e-6, 0.14e-6, 0.0, 0.52e-6, 0.51e-6, 1.74e-6, 0.41e-6, 1.03, 8.0, 4.1, 12),
     "skinny": Fit(1.39, 1.90e-6, 0.47e-6, 0.07e-6, 2.66e-6, 2.54e-6, 0.96e-6, 2.6e-6, 0.97, 0.86, 2.5, 96),
-    # Not fitted yet: skinny whose weights go straight to registers has gemv's programs and the loop's end of skinny.
-    "direct": Fit(1.42, 1.2e-6, 0.47e-6, 0.0, 0.6e-6, 2.54e-6, 0.96e-6, 2.6e-6, 0.97, 2.0, 2.5, 24),
     "tiled": Fit(1.53, 2.49e-6, 0.0, 0.13e-6, 0.17e-6, 2.7e-6, 0.0, 8.6e-6, 1.0, 3.0, 3.6, 48),
 }
 # Also fitted. Operations of the vector units: for each element of a weight beside the multiply-adds of gemv, by its size; for int8 on its
@@ -236,17 +233,10 @@ def _joined(plan: t.LinearPlan) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------- resources
 
 
-def fit_of(choice: Choice) -> Fit:
-    """The constants of a choice's schedule."""
-    return FITS["direct" if choice.direct else choice.schedule]
-
-
 def shared_bytes(work: LinearWork, choice: Choice) -> int:
     """Bytes of shared memory that a program needs for the tiles of its loop."""
     if choice.schedule == "gemv":
         return 0
-    if choice.direct:  # where the warps' sums meet
-        return 4 * choice.num_warps * choice.block_m * choice.block_n
     rows = choice.block_m * work.x_bytes * (1 if work.bare or choice.apart or work.as_int8(choice) else 2)
     tiles = [choice.block_n * cut.weight_bytes + rows for cut in work.cuts]
     # What compiled kernels have: the tiles of branches that exclude each other lie side by side, up to three. They share their place where
@@ -258,14 +248,7 @@ def shared_bytes(work: LinearWork, choice: Choice) -> int:
 
 def registers(work: LinearWork, choice: Choice) -> int:
     """About how many registers a thread needs."""
-    threads, least = 32 * choice.num_warps, fit_of(choice).registers
-    if choice.direct:
-        # Where rows are computed, what they are multiplied by is held, too, and they are fp32 for a while.
-        held = work.tile_bytes(choice) + (0 if work.bare or choice.apart else choice.block_m * choice.block_k * (work.x_bytes + 4))
-        holds = (
-            held // (4 * threads) + work.accumulators * choice.block_m * choice.block_n // 32 + (choice.block_m if work.reductions else 0)
-        )
-        return max(most_registers(holds, choice.num_warps), holds + least)
+    threads, least = 32 * choice.num_warps, FITS[choice.schedule].registers
     if choice.schedule == "gemv":
         elements = choice.block_n * choice.block_k / threads
         if work.as_int8(choice):
@@ -304,7 +287,7 @@ def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:
     seconds, int8 = 0.0, work.as_int8(choice)
     apart = int8 or (choice.apart and not work.bare)
     if apart:
-        fit = fit_of(choice)
+        fit = FITS[choice.schedule]
         # Digits of words need a pass of their own for each row's unit; in the other schedules' fit it is contained.
         passes = len(work.reductions) + (1 if choice.schedule == "gemv" and int8 else 0)
         seconds = fit.apart + fit.reading * passes + 2 * work.rows * work.inner * work.x_bytes / device.bandwidth
@@ -327,7 +310,7 @@ def _sooner(work: LinearWork, choice: Choice, apart: bool, device: Device) -> fl
 
 
 def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Device) -> float:
-    fit, processors = fit_of(choice), device.processors
+    fit, processors = FITS[choice.schedule], device.processors
     programs, together = programs_of(work, choice), resident(work, choice, device)
     on_processor = min(together, math.ceil(programs / processors))
     share = work.inner / choice.split
@@ -344,12 +327,12 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     waves = math.ceil(waves) if waves <= UNROUNDED else waves + 0.5
     latency, spread, words = fit.latency * device.latency, 1.0, int8 and choice.schedule == "gemv"
     launched = programs * LAUNCHED if words else 0.0
-    if choice.schedule == "gemv" or choice.direct:  # each step's tile is asked for a step ahead
+    if choice.schedule == "gemv":  # each step's tile is asked for a step ahead
         busy = arithmetic / (programs * steps) * processors * on_processor
         turns = (steps - 1) // 2 if words else steps - 1  # two tiles are under way at a time
         one = latency + turns * max(latency, 2 * busy if words else busy) + EXPOSED * busy
         one += EXCHANGE if words and choice.num_warps > 1 else 0.0
-        if not work.across and not choice.direct:
+        if not work.across:
             spread = 1 + (WORD_SPREAD if words else SPREAD) * math.log2(choice.block_n)
     else:
         one = latency + steps * max(latency / max(choice.num_stages - 1, 1), fit.step)

@@ -158,51 +158,6 @@ def late(tile, PACKED: tl.constexpr, PDL: tl.constexpr):
 """,
         (),
     ),
-    "asked": (
-        """\
-@triton.jit
-def asked(PDL: tl.constexpr):
-    # What is loaded before this place is asked for before it: compilers put loads off until their values are used.
-    if PDL:
-        tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-""",
-        (),
-    ),
-    "by_lane": (
-        """\
-@triton.jit
-def by_lane(tile, WARPS: tl.constexpr, BLOCK_K: tl.constexpr):
-    # [n / 8 * chunks * WARPS * 8, 32] -> [WARPS, n, k]: the matrix units' first operand. Of 32 elements along k, a thread has the eight
-    # that it loaded, but for the units they are two at each of four places; which they are does not matter to the sum over k.
-    apart = tl.reshape(tile, [tile.shape[0] * 4 // BLOCK_K, BLOCK_K // (32 * WARPS), WARPS, 8, 4, 2, 2, 2])
-    placed = tl.permute(apart, [2, 0, 3, 1, 5, 6, 4, 7])
-    return tl.reshape(placed, [WARPS, tile.shape[0] * 32 // BLOCK_K, BLOCK_K // WARPS])
-""",
-        (),
-    ),
-    "by_lane_across": (
-        """\
-@triton.jit
-def by_lane_across(tile, WARPS: tl.constexpr, BLOCK_K: tl.constexpr):
-    # [m / 8 * chunks * WARPS * 8, 32] -> [WARPS, k, m]: the second operand, with k in the order of `by_lane`.
-    apart = tl.reshape(tile, [tile.shape[0] * 4 // BLOCK_K, BLOCK_K // (32 * WARPS), WARPS, 8, 4, 2, 2, 2])
-    placed = tl.permute(apart, [2, 1, 5, 6, 4, 7, 0, 3])
-    return tl.reshape(placed, [WARPS, BLOCK_K // WARPS, tile.shape[0] * 32 // BLOCK_K])
-""",
-        (),
-    ),
-    "along_lanes": (
-        """\
-@triton.jit
-def along_lanes(rows, WARPS: tl.constexpr, BLOCK_K: tl.constexpr):
-    # [m] -> [m / 8 * chunks * WARPS * 8, 1]
-    apart = tl.reshape(rows, [rows.shape[0] // 8, 1, 8])
-    return tl.reshape(tl.broadcast_to(apart, [rows.shape[0] // 8, BLOCK_K // 32, 8]), [rows.shape[0] * BLOCK_K // 32, 1])
-""",
-        (),
-    ),
     "early": (
         """\
 @triton.jit

@@ -22,7 +22,6 @@ from .behind import Behind
 from .builder import Block, triton_type
 from .columns import Columns
 from .deferred import constant, peeled, unconditional
-from .direct import Direct
 from .integers import normalise
 from .peel import first_rows, first_step
 from .printer import Printer, Tile, unrounded
@@ -61,7 +60,6 @@ class Products:
         self.x = linear.deferred or unrounded(self.plan.x, self.plan.x_dtype)
         self.behind = None if linear.layer is None else Behind(self, linear.layer)
         self.squares = ""  # the sum of squares of a deferred norm
-        self.direct = Direct(self) if linear.choice.direct else None
 
     # ------------------------------------------------------------------------------------------------------------------- ahead
 
@@ -71,11 +69,9 @@ class Products:
         if any(window.weight not in self.spec.constants for window in self.segment.windows):
             return
         self.peeled = peeled(self.spec, self.choice)
-        if self.schedule == "gemv" or self.peeled or self.direct is not None:
+        if self.schedule == "gemv" or self.peeled:
             self.k = self.steps_at(self.body, "k" if self.straight else "k_first", self.linear.k_start)
             self.first = self.load_tiles(self.body, self.body, self.k)
-        if self.direct is not None and not self.straight:
-            self.direct.load_first({}, constants=True)
         if self.schedule == "gemv" and self.straight:
             self.x_printer = self.step_printer(self.outer({}), {})
             roots = [self.x] if self.behind is None else self.behind.roots
@@ -97,21 +93,17 @@ class Products:
         sums = self.zeros()
         if self.behind is not None:
             self.behind.begin(sums, self.shape(), statistics)
-        current = self.held() if (self.schedule == "gemv" or self.direct is not None) and not self.straight else {}
-        if self.direct is not None and not self.straight:
-            self.direct.hold(statistics)
+        current = self.held() if self.schedule == "gemv" and not self.straight else {}
         if self.peeled:
             first_rows(self, statistics)
         with self.loop(statistics) as printer:
             k = printer.tile.bound[t.K].code.split("[")[0]
-            if self.direct is not None and not self.straight:
-                self.direct.step(printer, k, sums, current, statistics)
-            elif self.schedule != "gemv":
+            if self.schedule != "gemv":
                 if self.peeled == "first":
                     turn = Block(printer.block)
                     first_step(self, turn, sums)
                     printer.block.attach(f"if {self.k0} == {self.loop_start()}:", turn)
-                self.matrix_step(printer, k, sums, self.first if self.direct is not None else None)
+                self.matrix_step(printer, k, sums)
             elif self.straight:
                 tiles = self.first or self.load_tiles(printer.block, self.body, k)
                 self.vector_step(printer, tiles, sums)
@@ -125,9 +117,6 @@ class Products:
             first_step(self, self.body, sums)
         if self.behind is not None:
             self.behind.finish(sums)
-            return sums
-        if self.direct is not None:
-            self.direct.finish(sums)
             return sums
         along = 1 if self.linear.single else 2
         for key, digits in self.whole_sums.items():
@@ -149,8 +138,6 @@ class Products:
         inner = "BLOCK_K // 4" if self.words else "BLOCK_K"  # of words, a thread sums four in one place
         if self.linear.single:
             return f"[BLOCK_N, {inner}]"
-        if self.direct is not None:
-            return "[WARPS, BLOCK_N, BLOCK_M]"
         return {"gemv": f"[BLOCK_M, BLOCK_N, {inner}]", "skinny": "[BLOCK_N, BLOCK_M]", "tiled": "[BLOCK_M, BLOCK_N]"}[self.schedule]
 
     def zeros(self) -> Sums:
@@ -171,7 +158,6 @@ class Products:
                     self.body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
         if self.linear.deferred is not None:
             rows = "[1, BLOCK_K]" if self.linear.single else "[BLOCK_M, 1, BLOCK_K]" if self.schedule == "gemv" else "[BLOCK_M, BLOCK_K]"
-            rows = rows if self.direct is None else "[BLOCK_M // 8, WARPS, 8, 32]"
             self.squares = self.builder.names.new("squares")
             self.body.line(f"{self.squares} = tl.zeros({rows}, tl.float32)")
         return sums
@@ -199,13 +185,10 @@ class Products:
             start = (self.choice.split - 1) * self.span
             return not (self.inner.is_Integer and start + self.choice.block_k <= self.inner)
         cut = not divisible(self.inner, self.choice.block_k)
-        ahead = self.schedule == "gemv" or self.direct is not None
-        return beyond or cut or (not self.linear.even and (self.straight or ahead))
+        return beyond or cut or (not self.linear.even and (self.straight or self.schedule == "gemv"))
 
     def steps_at(self, block: Block, hint: str, start: str, beyond: bool = False) -> str:
         """Writes the positions of one step, from `start` on; `beyond`: a step may lie beyond the end."""
-        if self.direct is not None:
-            return self.direct.steps(block, hint, start, self.mask_needed(beyond))
         k = self.builder.names.new(hint)
         arange = "" if start.endswith("BLOCK_K") else "tl.arange(0, BLOCK_K)"
         block.line(f"{k} = {' + '.join(part for part in (start, arange) if part)}")
@@ -220,10 +203,7 @@ class Products:
     def x_tile(self, k: str, statistics: Bases) -> tuple[Tile, Tile]:
         """The tile of x at step `k`, and as it is outside of the loop."""
         layout = "rck" if self.schedule == "gemv" else "rk"
-        masks = ("k",) if self.masked_at(k) else ()
-        if self.direct is not None:
-            lanes = self.direct.with_statistics(self.direct.tile("r", "r_lanes", k, masks), statistics)
-            return lanes, self.direct.with_statistics(self.linear.tile_without(lanes), statistics)
+        masks = ("k",) if self.mask_needed() else ()
         tile = self.linear.with_statistics(self.linear.tile(layout, {"k": k}, masks), statistics)
         return tile, self.linear.with_statistics(self.linear.tile_without(tile), statistics)
 
@@ -242,12 +222,12 @@ class Products:
             return Straight(printer)
         k = self.current = self.builder.names.new("k")
         k0 = self.k0 = self.builder.names.new("k0")
-        first = [f"{k} = {k0} + {'tl.arange(0, BLOCK_K)' if self.direct is None else self.direct.positions()}"]
+        first = [f"{k} = {k0} + tl.arange(0, BLOCK_K)"]
         if self.mask_needed():
             self.builder.names.new(f"{k}_in")
             first.append(f"{k}_in = {k} < {linear.k_end or self.size()}")
         tile, around = self.x_tile(k, statistics)
-        if self.schedule != "gemv" and self.choice.block_k == 32 * self.choice.num_warps and self.direct is None:
+        if self.schedule != "gemv" and self.choice.block_k == 32 * self.choice.num_warps:
             # Two bytes a thread (a norm's weight) are no asynchronous copy, and the loop would wait for them in every step.
             tile.thin = frozenset((1,))
         header = f"for {k0} in range({self.loop_start()}, {linear.k_end or self.size()}, BLOCK_K):"
@@ -265,20 +245,13 @@ class Products:
         masked = self.masked_at(k)
         tiles = {}
         for part in range(self.columns.parts):
-            tile = self.weight_tile(layout, k, masked)
+            tile = self.linear.tile(layout, {"c": self.c, "k": k}, (*(("c",) if self.masked else ()), *(("k",) if masked else ())))
             tile = self.linear.part(tile, self.columns, part)
             around = Printer(self.builder, body, self.linear.tile_without(tile))
             right = Printer(self.builder, block, tile, around, hoist=hoist or block is not body)
             for number, window in enumerate(self.segment.windows):
                 tiles[(number, part)] = self.load_weight(right, window)
         return tiles
-
-    def weight_tile(self, layout: str, k: str, masked: bool) -> Tile:
-        """The tile of a weight at step `k`, which needs a mask if `masked`."""
-        masks = (*(("c",) if self.masked else ()), *(("k",) if masked else ()))
-        if self.direct is not None:
-            return self.direct.tile("c", self.c, k, masks)
-        return self.linear.tile(layout, {"c": self.c, "k": k}, masks)
 
     def masked_at(self, k: str) -> bool:
         """Whether the positions `k` have a mask."""
@@ -324,7 +297,7 @@ class Products:
         gemv = self.schedule == "gemv"
         axes = text.axes if gemv else frozenset((0, 1))
         if not gemv and (text.axes != axes or sympy.sympify(plan.rows) == 1):  # what is read of a single row has one, whatever is said
-            code = f"tl.broadcast_to({code}, {printer.tile.dims(axes)})"
+            code = f"tl.broadcast_to({code}, [BLOCK_M, BLOCK_K])"
         if self.linear.deferred is not None:
             self.square(printer)
         return code if code == text.code else printer.statement(code, axes, "x").code
@@ -337,8 +310,6 @@ class Products:
         code = value.at(1)
         if k_axis in printer.tile.masks and (not isinstance(reduction.body, t.Load) or k_axis not in value.axes):
             code = printer.statement(f"tl.where({printer.tile.masks[k_axis]}, {value.code}, 0.0)", value.axes | {k_axis}, "x").code
-        if self.direct is not None:
-            return self.direct.squared(printer, code)
         printer.block.line(f"{self.squares} += {code} * {code}")
 
     def vector_step(self, printer: Printer, tiles: Tiles, sums: Sums) -> None:
@@ -377,18 +348,14 @@ class Products:
             left = [whole_rows if operand == torch.float32 else f"{whole_rows}.to({triton_type(operand)})"]
         else:
             left = [self.rows(printer, wide=exact)]
-        if self.direct is not None:
-            left = [self.direct.operand(printer, part) for part in left]
-        elif skinny:
+        if skinny:
             left = [printer.statement(f"tl.trans({part})", whole, "x_t").code for part in left]
         tiles = tiles or self.load_tiles(block, self.body, k, hoist=block is not self.body)
         precision = ', input_precision="ieee"' if exact or self.plan.x_dtype == torch.float32 else ""
         shape = "[BLOCK_N, BLOCK_K]" if skinny else "[BLOCK_K, BLOCK_N]"
-        shape = shape if self.direct is None else self.direct.tile("c", "", "", ()).dims(whole)
         for (number, part), (w, axes) in tiles.items():
             window, name = self.segment.windows[number], sums[(number, part)]
             w = w if axes == whole else f"tl.broadcast_to({w}, {shape})"
-            w = w if self.direct is None else self.direct.weight(w)
             grouped = window.scale is not None and window.scale.group
             if exact and grouped:
                 w = f"({scaled(self, block, self.weight_printer(block, part), window, part, w, self.step_start())})"
@@ -421,5 +388,6 @@ class Products:
     def weight_printer(self, block: Block, part: int) -> Printer:
         """What prints over the tile of a weight at the current step."""
         layout = {"gemv": "rck", "skinny": "ck", "tiled": "kc"}[self.schedule]
-        tile = self.linear.part(self.weight_tile(layout, self.current, self.mask_needed()), self.columns, part)
+        masks = (*(("c",) if self.masked else ()), *(("k",) if self.mask_needed() else ()))
+        tile = self.linear.part(self.linear.tile(layout, {"c": self.c, "k": self.current}, masks), self.columns, part)
         return Printer(self.builder, block, tile)

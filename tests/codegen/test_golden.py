@@ -31,14 +31,12 @@ CASES = {
     "gate_up_int8_decode": lambda: quantised(lambda: plans.gate_up(BF16, 1, 4096, 14336)),
     "qkv_peeled": lambda: constant(plans.llama_qkv(BF16, 1, 8, 32, 8, 128, 4096, 1024)),
     "neox_qkv_deferred": lambda: constant(plans.neox_qkv(torch.float16, 1, 1, 12, 64, 64, 768)),
-    "down_direct": lambda: constant(plans.projection(BF16, 4, 14336, 4096, strided=False)),
     "gate_up_int8_peeled": lambda: constant(quantised(lambda: plans.gate_up(BF16, 8, 4096, 14336), 128)),
     "causal_mask": lambda: plans.causal_mask(1, 1, 1, symbolic=True),
 }
 CHOICES = {
     "neox_qkv_deferred": Choice("gemv", None, 1, 4, 256, 1024, 4, deferred=True),
     "qkv_peeled": Choice("skinny", 8, 8, 32, 128, 256, 4, 3, 5, peel="last"),
-    "down_direct": Choice("skinny", 8, 8, 16, 1024, 256, 8, direct=True),
     "gate_up_int8_peeled": Choice("skinny", 8, 8, 128, 128, 256, 4, 3, digits=2, peel="first"),
 }
 

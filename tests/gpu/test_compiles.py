@@ -52,11 +52,6 @@ def test_peeled(name, peel, compile_only, tmp_path):
     test_kernels.test_peeled(name, peel, tmp_path)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, kn) in test_kernels.CASES.items() if not kn])
-def test_direct(name, compile_only, tmp_path):
-    test_kernels.test_direct(name, 13, tmp_path)
-
-
 def test_rows_rounded_to_int8(compile_only, tmp_path):
     test_kernels.test_rows_rounded_to_int8(tmp_path)
 

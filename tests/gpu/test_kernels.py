@@ -149,18 +149,6 @@ def test_peeled(name, peel, tmp_path):
         check(quantised(lambda: make(BF16, 13), 128 if number else 40, kn), replace(choice, **more), tmp_path / f"int8{number}")
 
 
-@pytest.mark.parametrize("rows", [4, 13])
-@pytest.mark.parametrize("name", [name for name, (_, kn) in CASES.items() if not kn])
-def test_direct(name, rows, tmp_path):
-    """Weights that go straight to the registers of the matrix units."""
-    make, _ = CASES[name]
-    height = 8 if rows <= 8 else 16
-    choice = Choice("skinny", height, height, 16, 64, 64, 2, 1, direct=True)
-    for number, more in enumerate(({}, {"split": 2}, {"block_n": 32, "block_k": 128, "num_warps": 4}, {"block_k": 128, "apart": True})):
-        for dtype in (BF16, F16):
-            check(constant(make(dtype, rows)), replace(choice, **more), tmp_path / f"{dtype}{number}")
-
-
 @pytest.mark.parametrize("block_k", [128, 32], ids=["one_step", "steps"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_layer_norm_behind_the_product(rows, block_k, tmp_path):
