@@ -2,7 +2,8 @@
 
 What is listed are tiles that a program can hold in its registers and its processor's shared memory, and that keep whole groups of columns
 where an epilogue needs them. The order is `linear_cost`'s, but that none whose first step is peeled, or whose layer norm comes behind the
-product, comes first, and so is taken untried: what these gain is predicted, and was not measured yet.
+product, comes first, and so is taken untried: on an H200 most gained 2 to 25 %, but some lost as much (a layer norm over 1,600 elements,
+tiles of int8 weights of which two programs would fit on a processor), and the model does not tell which.
 """
 
 from __future__ import annotations
