@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import models, path, shapes, timing, weights
+from bench import models, path, rounding, shapes, timing, weights
 from bench.comparators import DTYPES, sentence
 from bench.report import Report, Settings, figure
 
@@ -268,6 +268,13 @@ def _row(work: Workload, sides: Sequence[Side]) -> dict[str, Any]:
             found["tokens as"] = judge.name if judge is not None else ""
             found["tokens as eager"] = _common(side.tokens, reference)
         rows[side.name] = found
+    if judge is not None:
+        texts = {side.name: side.tokens for side in sides if side.tokens is not None}
+        try:
+            for name, told in rounding.verdicts(work.model, work.ids, texts, judge.name).items():
+                rows[name] |= told
+        except Exception as error:  # a model that does not run in another dtype, or memory
+            rows[judge.name]["tokens not judged because"] = sentence(error)
     return {"title": work.title, **copy.copy(work.facts), "sides": rows}
 
 
@@ -285,10 +292,26 @@ COLUMNS = (
 )
 
 
+PARTING = ("side", "from", "parts at", "gap", "rounding", "by", "beyond", "verdict")
+
+
+def _gap(found: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        figure(found["gap"], ".3g"),
+        figure(found["rounding"], ".3g"),
+        found["by"],
+        str(found["beyond rounding"]),
+        "wrong" if found["wrong"] else "rounding",
+    )
+
+
 def _print(row: dict[str, Any], report: Report) -> None:
     """One workload: milliseconds a token of a whole call; of the first token, and of the device for it; of each later one; of the device
-    for a decode step, and the later ones over it; the host's share of a step; "x": a side's time over dsi's; "same": tokens that are
-    eager's (without it, the first side's) before the first that is not; seconds of the first call."""
+    for a decode step, and the later ones over it; the host's share of a step; "x": a side's time over dsi's, or that its tokens are
+    wrong; "same": tokens that are eager's (without it, the first side's) before the first that is not; seconds of the first call.
+
+    Where tokens part, a second table: after how many; how far the model's own logits of the two tokens lie apart; how far rounding can
+    move them; what both were computed in; how many tokens of the text lie further from the best than rounding explains."""
     ours = row["sides"].get("dsi", {}).get("wall")
     lines = []
     for name, found in row["sides"].items():
@@ -304,13 +327,17 @@ def _print(row: dict[str, Any], report: Report) -> None:
                 figure(device, ".4f"),
                 figure(later / device if later and device else None, ".3f"),
                 figure(found.get("host us"), ".1f"),
-                figure(wall / ours if wall and ours else None, ".2f"),
+                "wrong" if found.get("wrong") else figure(wall / ours if wall and ours else None, ".2f"),
                 str(found.get("tokens as eager", "-")),
                 figure(found["first call seconds"], ".0f"),
             )
         )
     report.table(row["title"], COLUMNS, lines)
+    parted = {name: found for name, found in row["sides"].items() if "parts at" in found}
+    if parted:
+        shown = [(name, *(str(found[key]) for key in ("tokens as", "parts at")), *_gap(found)) for name, found in parted.items()]
+        report.table("Where tokens part", PARTING, shown)
     for name, found in row["sides"].items():
-        for key in ("problem", "in transformers' loop because", "no graph because"):
+        for key in ("wrong", "problem", "in transformers' loop because", "no graph because", "tokens not judged because"):
             if found.get(key):
                 report.say(f"{name}: {key}: {found[key]}")
