@@ -15,7 +15,7 @@ from dsi.ir.region import Region
 
 from .kernels import KernelSet, keep
 from .launch import GeneratedKernel
-from .program import ReferenceKernel
+from .program import ReferenceKernel, RegionKernel
 from .sizes import Environment
 
 log = logging.getLogger("dsi.runtime")
@@ -32,7 +32,7 @@ class FallingBack:
     def __init__(self, kernel: GeneratedKernel, region: Region, context: Context, remake: Callable[[KernelSet], GeneratedKernel]):
         self.allocate = kernel.allocate
         self._kernel, self._region, self._context, self._remake = kernel, region, context, remake
-        self._instead: ReferenceKernel | None = None
+        self._instead: RegionKernel | None = None
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
         if self._instead is None:
@@ -47,6 +47,19 @@ class FallingBack:
                         break
         assert self._instead is not None
         self._instead(inputs, outputs, sizes)
+
+    @property
+    def kernel(self) -> GeneratedKernel:
+        """The generated kernel that runs the region where nothing has taken its place."""
+        return self._kernel
+
+    def remade(self, variants: Sequence[Kernel]) -> GeneratedKernel:
+        """Other variants of the region's kernel, for its place in the program; `use` has one run it."""
+        return self._remake(dataclasses.replace(self._kernel.found, variants=tuple(variants)))
+
+    def use(self, kernel: RegionKernel) -> None:
+        """Has `kernel` run the region from the next call on. What that raises is raised: nothing takes its place."""
+        self._instead = kernel
 
     def _shrink(self, sizes: Environment, reason: str) -> bool:
         """Whether there is a smaller kernel to be tried, which `_kernel` is then; else the references are to run."""

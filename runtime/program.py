@@ -50,6 +50,7 @@ class Program:
     constants: dict[int, Any] = field(default_factory=dict)
     slots: int = 0
     results: list[Any] = field(default_factory=list)  # slot numbers, or (value,) for a literal
+    regions: list[tuple[Region, RegionKernel]] = field(default_factory=list)  # those that are one step, with what runs them, in order
     _boxed_call: bool = True
 
     def finish(self) -> Program:
@@ -249,6 +250,7 @@ class _Builder:
         writes = [self.slot() for _ in region.outputs]
         foreign = {number for number, arg in enumerate(node.args) if isinstance(arg, fx.Node) and not self.ours(arg)}
         run = region_step(region, kernel, ReferenceKernel(region), reads, writes, self.program.sizes, foreign)
+        self.program.regions.append((region, kernel))
         tensors = [*values, *(output.meta["val"] for output in region.outputs)]
         self.begun |= not isinstance(kernel, ReferenceKernel) and all(map(never_empty, tensors))
         called = ", ".join(f"%{slot}" for slot in reads)

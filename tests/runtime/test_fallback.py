@@ -100,3 +100,18 @@ def test_only_launches_with_most_stages_lose_one():
     smaller = fewer_stages(kernel(1, 4, 3))
     assert [launch.num_stages for launch in smaller.launches[:-1]] == [1, 3, 3]
     assert fewer_stages(kernel(1, 1)) is None and fewer_stages(kernel()) is None
+
+
+def test_another_kernel_can_be_put_in_its_place(guarded):
+    """What is tried in a program is made for that place, and nothing falls back behind its back."""
+    run, context, ran, calls = guarded(2, 9)
+    x, out = torch.ones(3), torch.empty(3)
+    other = run.remade([kernel(9, max_rows=1), kernel(1, 5)])
+    assert run.kernel.chosen(()).launches[1].num_stages == 2
+    run.use(other)
+    run([x], [out], ())
+    assert calls == [5] and torch.equal(out, x + 5)
+    run.use(run.remade([kernel(9, max_rows=1), kernel(1, 10)]))
+    with pytest.raises(OutOfResources):
+        run([x], [out], ())
+    assert calls == [5, 10] and not ran and not context.report.unfused
