@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
         ("memory", memory_command),
         ("audit", audit_command),
         ("timeline", timeline_command),
+        ("in-model", in_model_command),
     ):
         app.command(name)(command)
 
@@ -151,6 +152,51 @@ def timeline_command(
     if small:
         cache, live = 32, min(live, 20)
     timeline.run(shared, models(cases), numbers(batches), layers, cache, live)
+
+
+def in_model_command(
+    cases: Cases = "llama-3-8b",
+    batches: Batches = "4",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of each model.")] = 4,
+    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
+    live: Annotated[int, typer.Option(min=1, help="Tokens in the cache when a step begins.")] = 128,
+    against: Against = "dsi",
+    most: Annotated[int, typer.Option(min=0, help="Choices of the cost model's list that are tried in each group.")] = 8,
+    choice: Annotated[list[str] | None, typer.Option(help="Fields of a choice, 'peel=first|last,num_warps=4'; | tries each.")] = None,
+    groups: Annotated[str, typer.Option(help="Parts of the titles of groups to try choices in, by commas; left out: all.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that all groups are gone through.")] = 2,
+    defaults: Annotated[
+        Path | None,
+        typer.Option(help="File in the form of codegen/defaults.json that gets winners; attention's go to attention_FILE beside it."),
+    ] = None,
+    blocks: Blocks = 5,
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+    limit: Limit = None,
+) -> None:
+    """Choices of kernels tried where they run: kept where the whole step is faster."""
+    import os
+
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+    from bench import in_model
+    from bench.linear import parse_choices
+
+    shared = settings(against, blocks, dtype, small, budget, json, limit)
+    if foreign := [side for side in shared.against if not (in_model.SIDES[side].backend == "dsi" and in_model.SIDES[side].captures)]:
+        raise typer.BadParameter(f"choices are tried in dsi, dsi-int8 or dsi-laid-out, not in {', '.join(foreign)}")
+    if small:
+        cache, live = 32, min(live, 20)
+    try:
+        wanted = [fields for text in choice or () for fields in parse_choices(text)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    plan = in_model.Plan(wanted, most, [text for text in groups.split(",") if text], rounds, defaults)
+    in_model.run(shared, models(cases), numbers(batches), layers, cache, live, plan)
 
 
 def memory_command(

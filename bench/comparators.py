@@ -93,7 +93,8 @@ class Workload:
     `reference()` gives what the first `checked` calls return, stacked, computed in a wider dtype. `moved` bytes must be read and `flops`
     operations done in a call. `in_graph` calls are captured in one graph. `weight`: seconds of compilation over those of eight layers.
     `held`: bytes of its weights and caches on the device. `rounded()` gives what `reference` does, of weights rounded to int8, of which
-    `moved_int8` bytes must be read in a call; without it sides that read int8 weights cannot be judged.
+    `moved_int8` bytes must be read in a call; without it sides that read int8 weights cannot be judged. `state` is what calls write in
+    place besides what `prepare` puts back, such as keys and values.
     """
 
     title: str
@@ -110,6 +111,7 @@ class Workload:
     held: int = 0
     rounded: Callable[[], Tensor] | None = None
     moved_int8: float = 0.0
+    state: Sequence[Tensor] = ()
 
 
 @dataclass
@@ -162,7 +164,7 @@ def _compare(workload: Workload, report: Report) -> list[Outcome]:
     with torch.no_grad():
         reference = workload.reference()
         reset()  # the wider copy's memory
-        rounding = _rounding(workload, reference, report)
+        rounding = rounding_error(workload, reference, report)
         calls = workload.compile_for(SIDES["eager"])
         eager = run_checked(workload, calls)
         workload.prepare()
@@ -206,7 +208,7 @@ def run_checked(workload: Workload, calls: Sequence[Callable[[], Tensor]]) -> Te
     return torch.stack([call().to(torch.float32, copy=True) for call in calls[: workload.checked]])
 
 
-def _rounding(workload: Workload, reference: Tensor, report: Report) -> float:
+def rounding_error(workload: Workload, reference: Tensor, report: Report) -> float:
     """The error that rounding weights to int8 makes, where a side does so and its numbers can be told; else none is allowed for."""
     if workload.rounded is None or not any(SIDES[name].int8 for name in report.settings.against):
         return 0.0

@@ -153,6 +153,7 @@ def decode(model: Any, title: str, batch: int, room: int, live: int | None) -> W
         checked=2,  # the second step reads what the first one wrote
         weight=layers_weight(model),
         held=held(model, cache.cache),
+        state=cache.tensors(),
     )
 
 

@@ -1,0 +1,311 @@
+"""A decode step compiled once, whose kernels are exchanged for others without compiling it again: checked, and timed in a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import path, timing
+from bench.comparators import SIDES, Side, Workload, reset, rounding_error, run_checked
+from bench.decode import STEPS
+from bench.kernels import kernel_events, traced
+from bench.limits import at_most
+from bench.report import Report
+from bench.timeline import Slot, slots_of
+
+REPLAYS = 3  # blocks of `STEPS` replays of which one timing is the median
+
+
+@dataclass(eq=False)
+class Group:
+    """The regions of a step that run one kernel: `places` are what runs each in the program, `choice` and `kernels` the best so far."""
+
+    places: list[tuple[Any, Any]]  # (Region, FallingBack)
+    choice: Any
+    kernels: list[Any]
+    predicted: float  # microseconds of all of them together
+    us: float | None = None  # from the start of each to the next kernel's start, in a trace of the step
+
+    @property
+    def spec(self) -> Any:
+        return self.places[0][0].spec
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """What the kernels are made of: equal where two choices give the same kernels."""
+        return fingerprint(self.kernels[0].found.variants)
+
+    @property
+    def title(self) -> str:
+        """What it computes, and columns x inner x rows of a linear; key heads x queries of each x channels x keys of attention."""
+        from dsi.codegen import attention_defaults, defaults
+        from dsi.ir import tile as t
+
+        title = self.places[0][0].label or self.places[0][0].kind
+        if isinstance(self.spec.plan, t.LinearPlan):
+            linear = defaults.entry(self.spec, self.choice, 1.0)
+            return f"{title} {linear.columns}x{linear.inner}x{linear.rows}"
+        found = attention_defaults.entry(self.spec, {}, 1.0)
+        return title if found is None else f"{title} {found.heads}x{found.group}x{found.size}x{found.keys}"
+
+    def use(self, kernels: Sequence[Any]) -> None:
+        """Has `kernels` run the group's regions from now on."""
+        for (_, place), kernel in zip(self.places, kernels, strict=True):
+            place.use(kernel)
+
+
+def fingerprint(variants: Sequence[Any]) -> tuple[Any, ...]:
+    """Equal for kernels that are launched alike from the same source."""
+    return tuple((kernel.source, repr(kernel.launches), repr(kernel.workspaces)) for kernel in variants)
+
+
+class Poisoned:
+    """Runs a region's kernel on outputs that hold NaN before: memory that comes back from an earlier step would hold right results."""
+
+    def __init__(self, kernel: Any, region: Any):
+        from dsi.runtime.region_step import cloned_inputs
+
+        self.kernel = kernel
+        self.kept = {*region.in_place, *cloned_inputs(region)}  # outputs that begin as inputs
+
+    def __call__(self, inputs: Sequence[Any], outputs: Sequence[Tensor], sizes: Any) -> None:
+        for number, output in enumerate(outputs):
+            if number not in self.kept and output.is_floating_point():
+                output.fill_(float("nan"))
+        self.kernel(inputs, outputs, sizes)
+
+    def describe(self) -> str:
+        return f"poisoned {self.kernel.describe()}"
+
+
+@dataclass(eq=False)
+class Captured:
+    """One step as a CUDA graph, with what it uses; `result` is written anew by each replay."""
+
+    graph: Any
+    result: Tensor
+    used: list[Tensor] = field(default_factory=list)
+
+
+class ModelStep:
+    """A step of `work` as `side` compiles it, its error bound, and its groups in the order of the program.
+
+    Without a CUDA device kernels run under Triton's interpreter, those being tried and no others, and nothing is timed. Raises ValueError
+    for a step that is more than one graph, or of symbolic sizes.
+    """
+
+    timed = torch.cuda.is_available()
+
+    def __init__(self, work: Workload, side: Side, report: Report, device_name: str):
+        self.work, self.side = work, side
+        self._state = [tensor.clone() for tensor in work.state]
+        reset()
+        with at_most(report.settings.limit, f"compiling and warming up {side.name}"):
+            self.reference = work.reference()
+            reset()  # the wider copy's memory
+            rounding = rounding_error(work, self.reference, report)
+            eager = timing.relative_error(run_checked(work, work.compile_for(SIDES["eager"])), self.reference)
+            self.bound = side.bound(eager, rounding)
+            with _watched() as programs:
+                self.calls = work.compile_for(side)
+                for _ in range(2):
+                    run_checked(work, self.calls)
+        if len(programs) != 1:
+            raise ValueError(f"{work.title} was compiled as {len(programs)} graphs, and choices are tried in one")
+        if programs[0].sizes.names:
+            raise ValueError(
+                f"{work.title} was compiled for any {', '.join(programs[0].sizes.names)}, and choices are tried at fixed sizes"
+            )
+        self.program = programs[0]
+        self.groups = _groups(self.program, device_name)
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def settle(self, group: Group) -> None:
+        """Has the best kernels so far run a group."""
+        group.use(group.kernels if torch.cuda.is_available() else _references(group.places))
+
+    def make(self, group: Group, variants: Sequence[Any]) -> list[Any]:
+        """Kernels of another choice for every region of a group, compiled. Raises what Triton raises where the device cannot hold one."""
+        kernels = [place.remade(variants) for _, place in group.places]
+        if torch.cuda.is_available():
+            for (region, _), kernel in zip(group.places, kernels, strict=True):
+                values = [[node.meta["val"] for node in nodes] for nodes in (region.inputs, region.outputs)]
+                inputs, outputs = ([getattr(value, "dtype", value) for value in of] for of in values)
+                kernel.compile(inputs, outputs, ())
+        return kernels
+
+    def check(self, group: Group, kernels: Sequence[Any]) -> tuple[float, str]:
+        """Runs the group by `kernels`: the error of the step's results, and what is wrong with them ("" where nothing is)."""
+        for tensor, before in zip(self.work.state, self._state, strict=True):
+            tensor.copy_(before)  # a wrong choice before may have left NaN where hidden keys are
+        group.use([Poisoned(kernel, region) for (region, _), kernel in zip(group.places, kernels, strict=True)])
+        values = run_checked(self.work, self.calls)
+        error = timing.relative_error(values, self.reference)
+        if not error <= self.bound:
+            return error, f"wrong: error {error:.1e}, and {self.bound:.1e} is allowed"
+        group.use(kernels)
+        again = [run_checked(self.work, self.calls) for _ in range(3 if torch.cuda.is_available() else 1)]
+        return error, "" if all(torch.equal(one, values) for one in again) else "wrong: the bits of the result change from run to run"
+
+    def capture(self) -> Captured:
+        """The step by the kernels that are in place. Raises ArithmeticError where a replay gives other bits than the call."""
+        from dsi.runtime.workspaces import recording, stream_of
+
+        expected = run_checked(self.work, self.calls)[0]  # what is kept for each stream is there after this
+        place = stream_of(torch.device("cuda", torch.cuda.current_device()))
+        self.work.prepare()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # a library's scratch memory must be the graph's own
+        # Not by torch.cuda.graph, which collects garbage first: there is one graph a choice.
+        with torch.cuda.stream(self._stream), recording(place) as used:
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                result = self.calls[0]()
+            finally:
+                graph.capture_end()
+        torch._C._cuda_clearCublasWorkspaces()
+        result.fill_(float("nan"))
+        self.work.prepare()
+        graph.replay()
+        torch.cuda.synchronize()
+        if not torch.equal(result.float(), expected):
+            raise ArithmeticError("wrong: a replay of its CUDA graph gives other bits than the call")
+        return Captured(graph, result, used)
+
+    def time(self, captured: Captured) -> float:
+        """Microseconds of the device for one step."""
+        found = []
+        for _ in range(REPLAYS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.work.prepare()
+            torch.cuda.synchronize()
+            timing.sleep(2e-3)
+            start.record()
+            for _ in range(STEPS):
+                captured.graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(end) * 1e3 / STEPS)
+        return statistics.median(found)
+
+    def measure_groups(self, captured: Captured) -> None:
+        """Sets every group's `us` from a trace. Raises ValueError where the trace is not that of the step."""
+
+        def steps() -> None:
+            timing.sleep(2e-3)
+            for _ in range(STEPS):
+                captured.graph.replay()
+
+        self.work.prepare()
+        steps()
+        self.work.prepare()
+        events = [event for event in kernel_events(traced(steps)) if "spin_kernel" not in event["name"]]
+        spent = time_by_group(slots_of(events, STEPS), launches_of(self.program, self.groups))
+        for number, group in enumerate(self.groups):
+            group.us = spent.get(number)
+
+
+def launches_of(program: Any, groups: Sequence[Group]) -> list[tuple[int, str]]:
+    """The generated kernels that a step launches, in order: the number of the group, and the kernel's name."""
+    kernels = {id(place): (number, kernel) for number, group in enumerate(groups) for (_, place), kernel in _each(group)}
+    found = []
+    for _, place in program.regions:
+        if id(place) in kernels:
+            number, kernel = kernels[id(place)]
+            found += [(number, launch.entry) for launch in kernel.chosen(()).launches if hasattr(launch, "entry")]
+    return found
+
+
+def _each(group: Group) -> Iterator[tuple[tuple[Any, Any], Any]]:
+    yield from zip(group.places, group.kernels, strict=True)
+
+
+def time_by_group(slots: Sequence[Slot], launches: Sequence[tuple[int, str]]) -> dict[int, float]:
+    """Microseconds of a step that each group's kernels take from their start to the next kernel's start.
+
+    `launches` are (group, kernel's name) in the program's order; kernels of the trace that are none of them are passed over. Raises
+    ValueError naming a kernel that the trace has not.
+    """
+    found: dict[int, float] = {}
+    left = iter(slots)
+    for group, name in launches:
+        slot = next((slot for slot in left if slot.name == name), None)
+        if slot is None:
+            raise ValueError(f"{name} is not where the trace should have it")
+        found[group] = found.get(group, 0.0) + slot.step
+    return found
+
+
+def _groups(program: Any, device_name: str) -> list[Group]:
+    """The regions of equal keys, in the order of their first one; those that run by references have no choice to be tried."""
+    from dsi.codegen import cost
+    from dsi.codegen.devices import find_device
+    from dsi.runtime.choices import untuned
+    from dsi.runtime.fallback import FallingBack
+
+    places: dict[str, list[tuple[Any, Any]]] = {}
+    for region, place in program.regions:
+        if not isinstance(place, FallingBack) or region.spec is None or len(cost.buckets(region.spec.plan)) != 1:
+            continue
+        if not torch.cuda.is_available() or place.describe() == place.kernel.describe():  # else the device cannot hold it
+            places.setdefault(region.key or region.name, []).append((region, place))
+    figures, found = find_device(device_name), []
+    for each in places.values():
+        spec = each[0][0].spec
+        choice = untuned(spec, None, device_name, figures)
+        predicted = cost.predict(spec, choice, figures) * 1e6 * len(each)
+        found.append(Group(each, choice, [place.kernel for _, place in each], predicted))
+    return found
+
+
+def _references(places: Sequence[tuple[Any, Any]]) -> list[Any]:
+    from dsi.runtime.program import ReferenceKernel
+
+    return [ReferenceKernel(region) for region, _ in places]
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[list[Any]]:
+    """Within: the list of programs that are compiled, on a CUDA device or, without one, for Triton's interpreter."""
+    path.backend()  # so that the package is found
+    from dsi.runtime import cpu, cuda
+
+    programs: list[Any] = []
+    module, name = (cuda, "compile_cuda") if torch.cuda.is_available() else (cpu, "compile_cpu")
+    original = getattr(module, name)
+
+    def on_cuda(gm: Any, inputs: Sequence[Any], context: Any) -> Any:
+        call = original(gm, inputs, context)
+        programs.append(call.program)
+        return call
+
+    def interpreted(gm: Any, inputs: Sequence[Any], context: Any) -> Any:
+        program = cuda.compile_interpreted(gm, inputs, context)
+        for region, place in program.regions:
+            place.use(_references([(region, place)])[0])  # the interpreter is slow
+        programs.append(program)
+        return program
+
+    setattr(module, name, on_cuda if torch.cuda.is_available() else interpreted)
+    try:
+        yield programs
+    finally:
+        setattr(module, name, original)
+
+
+def choices_of(group: Group, device_name: str, wanted: Sequence[dict[str, Any]], most: int) -> list[Any]:
+    """What is tried for a group: fields of its choice replaced, and the first `most` that the cost model lists; not its own choice."""
+    from dsi.codegen import cost
+    from dsi.codegen.devices import find_device
+
+    ranked = list(cost.candidates(group.spec, None, find_device(device_name)))[:most]
+    listed = [*(dataclasses.replace(group.choice, **fields) for fields in wanted), *ranked]
+    return [choice for choice in dict.fromkeys(listed) if choice != group.choice]
