@@ -146,7 +146,8 @@ def _widened(model: Any, dtype: torch.dtype) -> Callable[..., Any]:
 
 def _whole(forward: Callable[..., Any], ids: Tensor) -> Tensor:
     """The logits [S, V] of tokens [1, S] in one forward, in float64."""
-    return forward(input_ids=ids, use_cache=False).logits[0].double()  # type: ignore[no-any-return]
+    logits: Tensor = forward(input_ids=ids, use_cache=False).logits
+    return logits[0].double()
 
 
 def _stepwise(model: Any, ids: Tensor) -> Tensor:
