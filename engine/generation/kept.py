@@ -170,7 +170,7 @@ class Kept:
         if pad is not None and call.mask is None:
             ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.reshape(-1).tolist()
             marks = None if int(pad) in ends else int(pad)
-        kept = dataclasses.replace(request, ids=call.ids.new_empty(0, 0), past=None, streamer=None)
+        kept = dataclasses.replace(request, ids=call.ids.new_empty(0, 0), mask=None, past=None, streamer=None)
         for_all, for_one = call.keys
         if plain and config.max_new_tokens == request.limit and not request.recipe.numbers and _counts(request.positions):
             placed = request.positions

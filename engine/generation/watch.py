@@ -46,7 +46,8 @@ class Watch:
 
     def look(self) -> int:
         """A number that is another one than at the last look where, since then, a weight has come to lie elsewhere or was written to, or a
-        module is another or has another class, other hooks or another forward: what was recorded reads the old one, or an int8 form of it.
+        module is another or has another class or mode, other hooks or another forward: what was recorded reads the old one, or an int8
+        form of it.
         """
         if not self._as_it_was():
             self._take()
@@ -103,12 +104,13 @@ def _noted(part: Any, note: Callable[[Any], None]) -> Any:
 
 
 def _parts(modules: Iterable[Any]) -> tuple[list[Any], list[int], bool]:
-    """Everything that `modules` hold, in order, forwards of their own included, how many entries each of their tables has, and whether
-    there are hooks."""
+    """Everything that `modules` hold, in order, forwards of their own and their modes (train or eval) included, how many entries each of
+    their tables has, and whether there are hooks."""
     own = list(map(_attributes, modules))
     tables = list(itertools.chain.from_iterable(map(table, own) for table in _tables))
     held = list(itertools.chain.from_iterable(map(dict.values, filter(None, tables))))  # most are empty
-    held += map(dict.get, own, itertools.repeat("forward"))
+    for name in ("forward", "training"):
+        held += map(dict.get, own, itertools.repeat(name))
     return held, list(map(len, tables)), any(any(map(hooks, own)) for hooks in _hooks)
 
 

@@ -100,6 +100,18 @@ def test_positions_that_do_not_count_from_zero_are_for_their_prompt(shared, firs
         assert made.positions is None if first is None else torch.equal(made.positions, torch.arange(first, first + n)[None])
 
 
+def test_a_mask_that_hides_nothing_is_not_kept_for_prompts_of_other_lengths(shared):
+    """A cache that made way for a smaller one, when memory ran out, has no room for it."""
+    kept = Kept(shared.model)
+    calls = [kept.call(dict(HOW, inputs=prompt(2, length), attention_mask=torch.ones(2, length).long())) for length in (60, 8)]
+    config = GenerationConfig(**HOW)
+    config._pad_token_tensor = None
+    seen = torch.ones(2, 60, dtype=torch.bool)
+    kept.keep(calls[0], Request(calls[0].ids, 60, NEW, Recipe(False, None), mask=seen), config, 1, plain=True)
+    made = kept.request(calls[1], 1, calls[1].ids)
+    assert made.fed == 8 and made.mask is None
+
+
 def test_prompts_that_are_too_long_or_empty_are_seen_all_the_same(generator, prepared):
     generator.generate(prompt(1, 7), **HOW)
     with pytest.raises(

@@ -70,6 +70,8 @@ CHANGES = {
     "a forward of its own": lambda model: setattr(model.one, "forward", lambda x: x),
     "one that is no function": lambda model: setattr(model.one, "forward", torch.relu),
     "another class": lambda model: setattr(model.one, "__class__", type("Other", (nn.Linear,), {})),
+    "training": lambda model: model.train(not model.training),
+    "one module in training": lambda model: model.norm.train(not model.norm.training),
     "said by refresh": dsi.refresh,
 }
 
