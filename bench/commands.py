@@ -162,7 +162,9 @@ def in_model_command(
     live: Annotated[int, typer.Option(min=1, help="Tokens in the cache when a step begins.")] = 128,
     against: Against = "dsi",
     most: Annotated[int, typer.Option(min=0, help="Choices of the cost model's list that are tried in each group.")] = 8,
-    choice: Annotated[list[str] | None, typer.Option(help="Fields of a choice, 'peel=first|last,num_warps=4'; | tries each.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Fields, 'peel=first|last,num_warps=4' (| tries each), or of some groups, 'TITLE: peel=first'.")
+    ] = None,
     groups: Annotated[str, typer.Option(help="Parts of the titles of groups to try choices in, by commas; left out: all.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Times that all groups are gone through.")] = 2,
     defaults: Annotated[
@@ -192,7 +194,8 @@ def in_model_command(
     if small:
         cache, live = 32, min(live, 20)
     try:
-        wanted = [fields for text in choice or () for fields in parse_choices(text)]
+        split = [text.rpartition(":") for text in choice or ()]
+        wanted = [(part.strip(), fields) for part, _, text in split for fields in parse_choices(text)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     plan = in_model.Plan(wanted, most, [text for text in groups.split(",") if text], rounds, defaults)

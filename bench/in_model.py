@@ -34,10 +34,11 @@ AGAIN = 0.01  # what was slower by no more is tried once more when other groups 
 
 @dataclass
 class Plan:
-    """What is tried in each group whose title holds one of `groups` (none: in all): fields of its choice replaced (`wanted`), and the first
-    `most` choices of the cost model; all of it `rounds` times, as long as something wins. Winners go to `defaults`."""
+    """What is tried in each group whose title holds one of `groups` (none: in all): fields of its choice replaced (`wanted`: a part of a
+    title, and the fields), what was measured for other numbers of rows, and the first `most` choices of the cost model; all of it `rounds`
+    times, as long as something wins. Winners go to `defaults`."""
 
-    wanted: Sequence[dict[str, Any]] = ()
+    wanted: Sequence[tuple[str, dict[str, Any]]] = ()
     most: int = 8
     groups: Sequence[str] = ()
     rounds: int = 2
@@ -175,9 +176,10 @@ class Descent:
 
         figures = find_device(self.name)
         ranked = list(cost.candidates(group.spec, None, figures))
+        wanted = [fields for part, fields in self.plan.wanted if part in group.title]
         found = [
             Candidate(choice, ranked.index(choice) if choice in ranked else None, predicted=cost.predict(group.spec, choice, figures) * 1e6)
-            for choice in choices_of(group, self.name, self.plan.wanted, self.plan.most)
+            for choice in choices_of(group, self.name, wanted, self.plan.most)
             if (id(group), choice) not in self._tried
         ]
         made: Sequence[Future[Compiled] | None] = [None] * len(found)

@@ -302,10 +302,37 @@ def _watched() -> Iterator[list[Any]]:
 
 
 def choices_of(group: Group, device_name: str, wanted: Sequence[dict[str, Any]], most: int) -> list[Any]:
-    """What is tried for a group: fields of its choice replaced, and the first `most` that the cost model lists; not its own choice."""
+    """What is tried for a group: fields of its choice replaced, what was measured to be best at other numbers of rows, the first `most`
+    that the cost model lists; not its own choice. `most` of 0: only what is wanted."""
     from dsi.codegen import cost
     from dsi.codegen.devices import find_device
 
-    ranked = list(cost.candidates(group.spec, None, find_device(device_name)))[:most]
-    listed = [*(dataclasses.replace(group.choice, **fields) for fields in wanted), *ranked]
+    figures = find_device(device_name)
+    listed = [dataclasses.replace(group.choice, **fields) for fields in wanted]
+    if most:
+        listed += [*_of_other_rows(group, figures), *list(cost.candidates(group.spec, None, figures))[:most]]
     return [choice for choice in dict.fromkeys(listed) if choice != group.choice]
+
+
+def _of_other_rows(group: Group, device: Any) -> list[Any]:
+    """The shipped choices of the same linear for other numbers of rows, as far as they are choices for this one."""
+    from dsi.codegen import defaults
+    from dsi.codegen.kernel import Choice
+    from dsi.codegen.linear_choices import admissible, statistics_block
+    from dsi.codegen.linear_cost import linear_work
+    from dsi.codegen.roofline import assumed_rows, assumptions
+    from dsi.ir import tile as t
+
+    plan = group.spec.plan
+    if not isinstance(plan, t.LinearPlan):
+        return []
+    own = defaults.entry(group.spec, group.choice, 1.0)
+    work = linear_work(group.spec, assumed_rows(plan, group.choice), assumptions(plan, group.choice))
+    found = []
+    for other in defaults.table().get(device.name, ()):
+        same = (other.kind, other.columns, other.inner, other.norm) == (own.kind, own.columns, own.inner, own.norm)
+        if same and other.choice["schedule"] != "library":
+            choice = Choice(**{"max_rows": None, **other.choice})
+            choice = dataclasses.replace(choice, block_s=statistics_block(work, choice.block_m, choice.num_warps))
+            found += [choice] if admissible(work, choice, own.rows, device) else []
+    return found

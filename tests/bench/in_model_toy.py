@@ -63,7 +63,9 @@ class Timed(ModelStep):
 
 def main(folder: Path) -> None:
     in_model.generated, in_model.ModelStep = spoiled, Timed
-    plan = in_model.Plan([{"num_warps": warps} for warps in (16, 2, 8)], 0, ["linear + add 64x96", "attention"], 2, folder / "table.json")
+    plan = in_model.Plan(
+        [("", {"num_warps": warps}) for warps in (16, 2, 8)], 0, ["linear + add 64x96", "attention"], 2, folder / "table.json"
+    )
     in_model.run(Settings(("dsi",), 3, small=True, json=folder / "rows.json"), ["llama-3-8b"], [1], 2, 32, 20, plan)
 
 
