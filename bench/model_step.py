@@ -331,7 +331,7 @@ def _of_other_rows(group: Group, device: Any) -> list[Any]:
     found = []
     for other in defaults.table().get(device.name, ()):
         same = (other.kind, other.columns, other.inner, other.norm) == (own.kind, own.columns, own.inner, own.norm)
-        if same and other.choice["schedule"] != "library":
+        if same and own.rows / 4 <= other.rows <= 4 * own.rows and other.choice["schedule"] != "library":
             choice = Choice(**{"max_rows": None, **other.choice})
             choice = dataclasses.replace(choice, block_s=statistics_block(work, choice.block_m, choice.num_warps))
             found += [choice] if admissible(work, choice, own.rows, device) else []
