@@ -77,10 +77,10 @@ SPREAD = 0.1
 TALL, SHORT = 0.43, 0.4
 TILED, HALF_AREA, COMPUTED = 0.89, 2600, 0.68
 CROWDED = 0.7  # further registers for each sum where an epilogue works on several parts
-# Predicted; bench/NOTES.md has how unevenly it was measured to gain. A peeled first step saves the latency of the first load, where another
-# kernel's program fits on a processor beside those of the one that runs (else it starts as late as it would have waited); behind a kernel of
-# the rows, which leaves memory idle, it saves the load. Multiplied last it costs the tile's way through shared memory, in bytes/s of a
-# processor.
+# Predicted; bench/NOTES.md has how unevenly it was measured to gain. A peeled first step saves the latency of the first load, where
+# another kernel's program fits on a processor beside those of the one that runs (else it starts as late as it would have waited);
+# behind a kernel of the rows, which leaves memory idle, it saves the load. Multiplied last it costs the tile's way through shared
+# memory, in bytes/s of a processor.
 SOONER, CROWDED_OUT, THROUGH = 0.7e-6, 0.2e-6, 110e9
 UNROUNDED = 3  # waves of programs from which on the last need not be a whole one
 
