@@ -89,7 +89,8 @@ def run(
                     except Exception as error:  # the other cases can still be improved
                         row["problem"] = sentence(error)
                         report.say(f"{work.title}, {side}: {row['problem']}")
-                    report.add(row)
+                    finally:
+                        report.add(row)
                     reset()
             del model
     return report
@@ -100,11 +101,11 @@ def _improve(step: ModelStep, plan: Plan, report: Report, pool: CompilePool | No
     before = [group.choice for group in step.groups]
     row["step us"] = descent.start()
     shares = [group.us for group in step.groups]
-    works = step.timed
+    works, stopped = step.timed, None
     try:
         descent.go()
-    except Exception as error:  # the device has failed: what was found until then is kept
-        row["problem"], works = sentence(error), False
+    except (Exception, KeyboardInterrupt) as error:  # the device has failed, or somebody's patience: what was found until then is kept
+        row["problem"], works, stopped = sentence(error), False, error
         report.say(f"{step.work.title}: {row['problem']}")
     won = [(group, choice) for group, choice in zip(step.groups, before, strict=True) if group.choice != choice]
     if works and won:
@@ -126,6 +127,8 @@ def _improve(step: ModelStep, plan: Plan, report: Report, pool: CompilePool | No
     _print(step, row, descent, report)
     if plan.defaults is not None:
         keep(plan.defaults, name, [(group, (alone[id(group)] or (0.0, 0.0))[1]) for group, _ in won], report)
+    if isinstance(stopped, KeyboardInterrupt):
+        raise stopped
 
 
 class Descent:
@@ -143,7 +146,10 @@ class Descent:
         for group in self.step.groups:
             made = generated(group.spec, group.choice, self.name)
             if not made.problem and fingerprint(made.kernels) != group.sources:  # tuned before, or made for an equal region elsewhere
-                group.kernels = self.step.make(group, made.kernels)
+                try:
+                    group.kernels = self.step.make(group, made.kernels)
+                except Exception as error:  # what runs has fewer stages, say, because this does not fit
+                    self.report.say(f"{group.title}: something else than {_text(group.choice)} runs: {sentence(error)}")
             self.step.settle(group)
         if self.step.timed:
             self._best = self.step.capture()

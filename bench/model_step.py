@@ -98,7 +98,7 @@ class ModelStep:
     """A step of `work` as `side` compiles it, its error bound, and its groups in the order of the program.
 
     Without a CUDA device kernels run under Triton's interpreter, those being tried and no others, and nothing is timed. Raises ValueError
-    for a step that is more than one graph, or of symbolic sizes.
+    for a step that is more than one graph, or of symbolic sizes, ArithmeticError where its results are wrong as it is.
     """
 
     timed = torch.cuda.is_available()
@@ -116,13 +116,16 @@ class ModelStep:
             with _watched() as programs:
                 self.calls = work.compile_for(side)
                 for _ in range(2):
-                    run_checked(work, self.calls)
+                    values = run_checked(work, self.calls)
         if len(programs) != 1:
             raise ValueError(f"{work.title} was compiled as {len(programs)} graphs, and choices are tried in one")
         if programs[0].sizes.names:
             raise ValueError(
                 f"{work.title} was compiled for any {', '.join(programs[0].sizes.names)}, and choices are tried at fixed sizes"
             )
+        error = timing.relative_error(values, self.reference)
+        if not error <= self.bound:
+            raise ArithmeticError(f"wrong before anything is tried: error {error:.1e}, and {self.bound:.1e} is allowed")
         self.program = programs[0]
         self.groups = _groups(self.program, device_name)
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None

@@ -54,6 +54,15 @@ def test_a_kernel_writes_in_place_into_the_input_itself():
     assert written == [(7, True), (8, True)]
 
 
+def test_a_program_names_its_regions_in_order_with_what_runs_them():
+    outer, gm = decode_layer(layer_inputs(2, 1, 32, 5))
+    program = build(gm, outer.fakes, reference_kernels)
+    launching = [step.text.split(" = ")[1].split("(")[0] for step in program.steps if "# reference of" in step.text]
+    assert [region.name for region, _ in program.regions] == launching and len(launching) > 1
+    assert all(kernel.region is region for region, kernel in program.regions)
+    assert not build(gm, outer.fakes, no_kernels).regions
+
+
 def test_a_functional_write_starts_from_a_clone():
     """A kernel stores only the new entries: the rest of the output must hold the old cache before it runs, and the old cache must not
     change.
