@@ -24,7 +24,7 @@ def test_the_nearest_measured_choice():
     assert defaults.lookup(spec(1, 1024), 1, "NVIDIA H200") == one
 
 
-@pytest.mark.parametrize("other", [spec(1, 8192), spec(3), spec(mask="additive"), spec(bias=True), spec(softcap=30.0)])
+@pytest.mark.parametrize("other", [spec(1, 8192), spec(64), spec(mask="additive"), spec(bias=True), spec(softcap=30.0)])
 def test_nothing_near(other):
     assert defaults.lookup(other, 1, "NVIDIA H200") is None
 
