@@ -162,7 +162,7 @@ class Descent:
         try:
             if self._best is not None:
                 self.step.measure_groups(self._best)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             self.report.say(f"groups are taken in the order of their predicted times: {error}")
 
     def go(self) -> None:
@@ -268,7 +268,8 @@ def faster(times: Sequence[tuple[float, float]]) -> bool:
 
 def keep(file: Path, name: str, winners: Sequence[tuple[Group, float]], report: Report) -> None:
     """Writes the choices of groups to a file of defaults: linears' to `file`, attention's to a file beside it whose name begins with
-    "attention_". Of each the microseconds: of a linear alone, as sweeps have them (0 where they are not known)."""
+    "attention_". Each has its microseconds alone, as sweeps have them (a linear's of `winners`), or where these are not known (0), in the
+    step, as last traced; one without either is not written, and the report says so."""
     from dsi.codegen import attention_defaults, defaults
     from dsi.codegen.devices import find_device
     from dsi.ir import tile as t
