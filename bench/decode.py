@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,18 @@ def model_of(name: str, settings: Settings, layers: int | None, positions: int, 
         shape, count = shape.small(), layers or 2
     model = shapes.build(shape, count, positions, DTYPES[dtype], settings.device, hot)
     return model, f"{name}{' (toy)' if settings.small else ''}, {count} layers, {dtype}"
+
+
+def workloads(
+    settings: Settings, cases: Sequence[str], batches: Sequence[int], layers: int | None, cache: int, live: int | None
+) -> Iterator[tuple[str, int, Workload]]:
+    """The decode steps of all cases at all batches, each with its case and batch; encoders at batch 1, over 128 tokens."""
+    for name in cases:
+        model, title = model_of(name, settings, layers, cache)
+        encoder = shapes.SHAPES[name].family == "bert"
+        for batch in (1,) if encoder else batches:
+            yield name, batch, encode(model, title, batch, 128) if encoder else decode(model, title, batch, cache, live)
+        del model
 
 
 def same(model: Any) -> Any:

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from bench import path, shapes, timing
+from bench import path, timing
+from bench.capture import Captured
 from bench.comparators import SIDES, reset, sentence
 from bench.compile_pool import Compiled, CompilePool, generated
-from bench.decode import decode, encode, model_of
+from bench.decode import workloads
 from bench.linear import COMPILING, LONGEST, Candidate
-from bench.model_step import Captured, Group, ModelStep, choices_of, fingerprint
+from bench.model_step import Group, ModelStep, choices_of, fingerprint
 from bench.report import Report, Settings, figure
 
 NOISE = 0.003  # share by which a step must be faster
@@ -75,24 +76,19 @@ def run(
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     with ExitStack() as stack, torch.no_grad():
         pool = stack.enter_context(CompilePool(name)) if torch.cuda.is_available() else None
-        for case in cases:
-            model, title = model_of(case, settings, layers, cache)
-            encoder = shapes.SHAPES[case].family == "bert"
-            for batch in (1,) if encoder else batches:
-                work = encode(model, title, batch, 128) if encoder else decode(model, title, batch, cache, live)
-                for side in settings.against:
-                    if not report.fits(f"{work.title}: {side}", 0 if settings.small else SIDES[side].seconds * work.weight):
-                        continue
-                    row: dict[str, Any] = {"title": work.title, "case": case, "batch": batch, "side": side, "problem": "", "choices": []}
-                    try:
-                        _improve(ModelStep(work, SIDES[side], report, name), plan, report, pool, name, row)
-                    except Exception as error:  # the other cases can still be improved
-                        row["problem"] = sentence(error)
-                        report.say(f"{work.title}, {side}: {row['problem']}")
-                    finally:
-                        report.add(row)
-                    reset()
-            del model
+        for case, batch, work in workloads(settings, cases, batches, layers, cache, live):
+            for side in settings.against:
+                if not report.fits(f"{work.title}: {side}", 0 if settings.small else SIDES[side].seconds * work.weight):
+                    continue
+                row: dict[str, Any] = {"title": work.title, "case": case, "batch": batch, "side": side, "problem": "", "choices": []}
+                try:
+                    _improve(ModelStep(work, SIDES[side], report, name), plan, report, pool, name, row)
+                except Exception as error:  # the other cases can still be improved
+                    row["problem"] = sentence(error)
+                    report.say(f"{work.title}, {side}: {row['problem']}")
+                finally:
+                    report.add(row)
+                reset()
     return report
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import path, timing
+from bench.capture import captured
 from bench.comparators import DTYPES, reset, sentence
 from bench.compile_pool import Compiled, CompilePool, generated, runner
 from bench.linear_forms import FORMS, WEIGHTS, Problem, linears
@@ -253,28 +254,15 @@ def time_of(run_copy: Callable[[int], Any], copies: int) -> float:
 
 def graph_of(run_copy: Callable[[int], Any], copies: int) -> tuple[Callable[[], None], int]:
     """What replays a CUDA graph of at least `LAUNCHES` calls over every copy in turn, and how many they are."""
-    from dsi.runtime.workspaces import recording, stream_of
-
     launches = copies * -(-LAUNCHES // copies)
-    for number in range(2):  # what is kept for each stream must be there before
+
+    def calls() -> None:
+        for number in range(launches):
+            run_copy(number % copies)
+
+    for number in range(2):
         run_copy(number % copies)
-    graph, stream, place = torch.cuda.CUDAGraph(), torch.cuda.Stream(), stream_of(torch.device("cuda", torch.cuda.current_device()))
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # the library's scratch memory must be the graph's own
-    # Not by torch.cuda.graph, which collects garbage first: a sweep makes thousands.
-    with torch.cuda.stream(stream), recording(place) as used:
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for number in range(launches):
-                run_copy(number % copies)
-        finally:
-            graph.capture_end()
-    torch._C._cuda_clearCublasWorkspaces()
-    kept = (graph, used)  # scratch memory lives as long as the graph
-
-    def replay() -> None:
-        kept[0].replay()
-
+    replay = captured(calls, torch.cuda.Stream()).replay
     replay()
     return replay, launches
 

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench import path, timing
+from bench.capture import Captured, captured
 from bench.comparators import SIDES, Side, Workload, reset, rounding_error, run_checked
 from bench.decode import STEPS
 from bench.kernels import kernel_events, traced
@@ -85,15 +86,6 @@ class Poisoned:
         return f"poisoned {self.kernel.describe()}"
 
 
-@dataclass(eq=False)
-class Captured:
-    """One step as a CUDA graph, with what it uses; `result` is written anew by each replay."""
-
-    graph: Any
-    result: Tensor
-    used: list[Tensor] = field(default_factory=list)
-
-
 class ModelStep:
     """A step of `work` as `side` compiles it, its error bound, and its groups in the order of the program.
 
@@ -159,53 +151,32 @@ class ModelStep:
 
     def capture(self) -> Captured:
         """The step by the kernels that are in place. Raises ArithmeticError where a replay gives other bits than the call."""
-        from dsi.runtime.workspaces import recording, stream_of
-
-        expected = run_checked(self.work, self.calls)[0]  # what is kept for each stream is there after this
-        place = stream_of(torch.device("cuda", torch.cuda.current_device()))
+        expected = run_checked(self.work, self.calls)[0]
         self.work.prepare()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # a library's scratch memory must be the graph's own
-        # Not by torch.cuda.graph, which collects garbage first: there is one graph a choice.
-        with torch.cuda.stream(self._stream), recording(place) as used:
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                result = self.calls[0]()
-            finally:
-                graph.capture_end()
-        torch._C._cuda_clearCublasWorkspaces()
-        result.fill_(float("nan"))
+        found = captured(self.calls[0], self._stream)
+        found.result.fill_(float("nan"))
         self.work.prepare()
-        graph.replay()
+        found.replay()
         torch.cuda.synchronize()
-        if not torch.equal(result.float(), expected):
+        if not torch.equal(found.result.float(), expected):
             raise ArithmeticError("wrong: a replay of its CUDA graph gives other bits than the call")
-        return Captured(graph, result, used)
+        return found
 
-    def time(self, captured: Captured) -> float:
+    def time(self, step: Captured) -> float:
         """Microseconds of the device for one step."""
         found = []
         for _ in range(REPLAYS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self.work.prepare()
             torch.cuda.synchronize()
-            timing.sleep(2e-3)
-            start.record()
-            for _ in range(STEPS):
-                captured.graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(start.elapsed_time(end) * 1e3 / STEPS)
-        return statistics.median(found)
+            found += timing.event_times(lambda: _steps(step), 1)
+        return statistics.median(found) * 1e3 / STEPS
 
-    def measure_groups(self, captured: Captured) -> None:
+    def measure_groups(self, step: Captured) -> None:
         """Sets every group's `us` from a trace. Raises ValueError where the trace is not that of the step."""
 
         def steps() -> None:
             timing.sleep(2e-3)
-            for _ in range(STEPS):
-                captured.graph.replay()
+            _steps(step)
 
         self.work.prepare()
         steps()
@@ -214,6 +185,11 @@ class ModelStep:
         spent = time_by_group(slots_of(events, STEPS), launches_of(self.program, self.groups))
         for number, group in enumerate(self.groups):
             group.us = spent.get(number)
+
+
+def _steps(step: Captured) -> None:
+    for _ in range(STEPS):
+        step.replay()
 
 
 def launches_of(program: Any, groups: Sequence[Group]) -> list[tuple[int, str]]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from bench import shapes, timing
+from bench import timing
 from bench.comparators import SIDES, Side, Workload, reset, sentence
-from bench.decode import STEPS, decode, encode, model_of
+from bench.decode import STEPS, workloads
 from bench.kernels import kernel_events, traced
 from bench.limits import at_most
 from bench.report import Report, Settings, figure
@@ -74,15 +74,10 @@ def run(
     """The timeline of every case at every batch on every side."""
     report = Report("timeline", settings)
     report.measure_rates()
-    for name in cases:
-        model, title = model_of(name, settings, layers, cache)
-        encoder = shapes.SHAPES[name].family == "bert"
-        for batch in (1,) if encoder else batches:
-            work = encode(model, title, batch, 128) if encoder else decode(model, title, batch, cache, live)
-            for side in settings.against:
-                if report.fits(f"{work.title}: {side}", SIDES[side].seconds * work.weight if not settings.small else 0):
-                    report.add(_row(work, SIDES[side], report) | {"case": name, "batch": batch})
-        del model
+    for name, batch, work in workloads(settings, cases, batches, layers, cache, live):
+        for side in settings.against:
+            if report.fits(f"{work.title}: {side}", SIDES[side].seconds * work.weight if not settings.small else 0):
+                report.add(_row(work, SIDES[side], report) | {"case": name, "batch": batch})
     return report
 
 
