@@ -110,13 +110,15 @@ def _nearest(spec: t.KernelSpec, work: LinearWork, rows: int | None, entries: Se
             continue
         if spec.library and not _ahead(entries[number], spec, work, device):
             return None
+        ways = [choice]
         if entries[number].norm != wanted.norm and not work.bare:
             # What every program of the measured one repeated was other rows: whether they are better computed once is asked anew.
             ways = [dataclasses.replace(choice, apart=apart) for apart in (True, False)]
-            choice = min(ways, key=lambda way: linear_seconds(work, way, device))
-        choice = dataclasses.replace(choice, block_s=statistics_block(work, choice.block_m, choice.num_warps))
-        if admissible(work, choice, rows, device, same=apart == 0.0):
-            return choice
+            ways.sort(key=lambda way: linear_seconds(work, way, device))
+        for way in ways:
+            found = dataclasses.replace(way, block_s=statistics_block(work, way.block_m, way.num_warps))
+            if admissible(work, found, rows, device, same=apart == 0.0):
+                return found
     return None
 
 

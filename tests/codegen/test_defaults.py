@@ -9,7 +9,7 @@ import torch
 from dsi.codegen import Choice, cost, defaults
 from dsi.codegen.devices import A100, H200
 from dsi.codegen.linear_choices import admissible
-from dsi.codegen.linear_cost import linear_work
+from dsi.codegen.linear_cost import linear_seconds, linear_work
 from dsi.ir import tile as t
 
 from . import plans
@@ -89,6 +89,19 @@ def test_what_was_measured_without_a_norm_gets_it_where_the_model_says(table):
     assert defaults.lookup(normed, None, "H200") == dataclasses.replace(GEMV, apart=True)
     table((normed, GEMV))
     assert defaults.lookup(normed, None, "H200") == GEMV
+
+
+def test_a_norm_that_has_no_room_beside_the_tiles_is_a_kernel_of_its_own(table):
+    """As an encoder's q, k, v at 128 rows, which went to a library because the way that was predicted to be faster did not fit."""
+    normed = on_meta(lambda: plans.gpt2_qkv(BF16, 1, 128, 16, 64))
+    load = next(part for part in t.parts_of(normed.plan.x) if isinstance(part, t.Load))
+    tiled = Choice("tiled", None, 64, 64, 64, 64, 4, 4)
+    work = linear_work(normed, 128, {})
+    ways = {apart: dataclasses.replace(tiled, apart=apart) for apart in (True, False)}
+    assert linear_seconds(work, ways[False], H200) < linear_seconds(work, ways[True], H200)
+    assert admissible(work, ways[True], 128, H200) and not admissible(work, ways[False], 128, H200)
+    table((dataclasses.replace(normed, plan=dataclasses.replace(normed.plan, x=load, reductions=())), tiled))
+    assert defaults.lookup(normed, None, "H200") == ways[True]
 
 
 def test_rows_take_a_block_that_holds_them(table):
