@@ -20,6 +20,7 @@ class MemoryGuard:
     def __init__(self, example_inputs: Sequence[Any]):
         self._offset = any(isinstance(value, Tensor) and _begins_elsewhere(value) for value in example_inputs)
         self._overlapping: set[int] = set()  # memory of which a tensor shows a place several times
+        self._gapped: set[int] = set()  # memory of which windows were taken that do not cover it
         self._makers: dict[int, fx.Node] = {}  # memory -> the node that made it
 
     def why_not(self, node: fx.Node) -> str | None:
@@ -36,13 +37,19 @@ class MemoryGuard:
                 return "memory is addressed from its beginning (as_strided), and an input begins elsewhere"
             if not self._lies_as_known(node.args[0] if node.args else None):
                 return "memory is addressed (as_strided) of a tensor that is only a part of it, or may lie in another order"
+        if name == "unfold" and isinstance(value, Tensor) and not _covers(value, node.all_input_nodes[0]):
+            self._gapped.add(_memory(value))
         if name.startswith("_foreach_") and name.endswith("_") and node.args and isinstance(node.args[0], list | tuple):
             held = [one.meta.get("example_value") for one in node.args[0] if isinstance(one, fx.Node)]
             places = [_memory(value) for value in held if isinstance(value, Tensor)]
             if len(set(places)) < len(places):
                 return "tensors that share memory are written to in one call"
-        if self._overlapping and node.op in ("call_function", "call_method") and may_write(node) and self._writes_to_overlapping(node):
-            return "a tensor is written to that shows a place of its memory several times (expand, unfold)"
+        if (self._overlapping or self._gapped) and node.op in ("call_function", "call_method") and may_write(node):
+            written = self._written(node)
+            if written & self._overlapping:
+                return "a tensor is written to that shows a place of its memory several times (expand, unfold)"
+            if written & self._gapped:
+                return "a tensor is written to of which windows were taken that leave some of it out (unfold)"
         return None
 
     def _lies_as_known(self, node: Any) -> bool:
@@ -59,13 +66,20 @@ class MemoryGuard:
         arguments = [one.meta.get("example_value") for one in maker.all_input_nodes]
         return maker.target in _CONTIGUOUS or all(one.is_contiguous() for one in arguments if isinstance(one, Tensor))
 
-    def _writes_to_overlapping(self, node: fx.Node) -> bool:
+    def _written(self, node: fx.Node) -> set[int]:
         values = [one.meta.get("example_value") for one in written_by(node) if isinstance(one, fx.Node)]
-        return any(isinstance(value, Tensor) and _memory(value) in self._overlapping for value in values)
+        return {_memory(value) for value in values if isinstance(value, Tensor)}
 
 
 def _memory(value: Tensor) -> int:
     return int(value.untyped_storage()._cdata) if value.layout == torch.strided else id(value)
+
+
+def _covers(windows: Tensor, source: fx.Node) -> bool:
+    """Whether windows surely show all of the tensor that they were taken of, if none of them overlap. (Made functional, a write to windows
+    makes the tensor anew of them, with zeros between.)"""
+    value = source.meta.get("example_value")
+    return isinstance(value, Tensor) and statically_known_true(windows.numel() == value.numel())
 
 
 def _begins_elsewhere(value: Tensor) -> bool:

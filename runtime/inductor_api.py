@@ -131,7 +131,7 @@ def compile_graph(
     from torch._inductor.virtualized import V
 
     static = static_inputs(gm)
-    with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch({**_as_written(), **patches}):
+    with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch({**_as_written(), **patches}), _wide_steps():
         memory = memory_of(gm)
         gm = _joint_graph_passes(compile_fx, gm, inputs)
         keep_apart(gm, memory, written)
@@ -154,6 +154,30 @@ def _as_written() -> dict[str, Any]:
 
     wanted = {"pattern_matcher": False, "joint_graph_constant_folding": False, "emulate_precision_casts": True}
     return {name: value for name, value in wanted.items() if hasattr(config, name)}
+
+
+@contextlib.contextmanager
+def _wide_steps() -> Iterator[None]:
+    """Within: the step of a vector of consecutive indices is printed as a literal of 64 bits. A plain one, times the number of a lane,
+    overflows from 2**31 on: `torch.arange(16) * 10**9` had wrong numbers. The caller holds the lock.
+    """
+    try:
+        from torch._inductor.codegen.cpp import CppVecKernel
+    except ImportError:
+        CppVecKernel = None  # type: ignore[assignment,misc]
+    before = getattr(CppVecKernel, "arange", None)
+    if before is None:
+        yield
+        return
+
+    def arange(self: Any, index: Any, stride: Any) -> Any:
+        return before(self, index, f"{int(stride)}LL" if getattr(stride, "is_Integer", False) or isinstance(stride, int) else stride)
+
+    CppVecKernel.arange = arange  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        CppVecKernel.arange = before  # type: ignore[method-assign]
 
 
 def _joint_graph_passes(compile_fx: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

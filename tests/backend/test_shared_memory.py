@@ -118,6 +118,35 @@ def test_writes_to_what_shows_a_place_several_times_run_as_they_are(function, dy
     assert "several times" in contexts[0].report.notes[0]
 
 
+def windows_apart(x):
+    x.unfold(0, 2, 4).mul_(3)
+    return x + 1
+
+
+def windows_short_of_the_end(x):
+    y = x * 2
+    y.unfold(0, 3, 3).fill_(5)
+    return y
+
+
+def windows_that_cover(x):
+    y = x[:6] * 2
+    y.unfold(0, 3, 3).mul_(5)
+    return y
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("function, aside", [(windows_apart, True), (windows_short_of_the_end, True), (windows_that_cover, False)])
+def test_what_windows_leave_out_is_kept_when_they_are_written_to(function, aside, dynamic):
+    """Made functional, a tensor of which windows are written to is made anew of these, with zeros between."""
+    x = torch.arange(-3.0, 4.0)
+    mine = x.clone()
+    with torch.no_grad(), collecting() as contexts:
+        got = torch.compile(function, backend="dsi", dynamic=dynamic, options={"executor": "reference"})(mine)
+    torch.testing.assert_close((got, mine), (function(x), x))
+    assert any("leave some of it out" in note for note in contexts[0].report.notes) == aside
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_writes_around_what_shows_a_place_several_times_are_compiled(dynamic):
     def function(x, y):

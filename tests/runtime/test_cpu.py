@@ -8,6 +8,7 @@ import warnings
 import dsi.runtime.cpu as cpu
 import pytest
 import torch
+from dsi.compiler.observe import collecting
 from dsi.runtime import inductor_api
 from dsi.runtime.cpu import NO_COMPILER, compile_cpu
 from lowered_graphs import D, Outer, decode_layer, eager_layer, layer_inputs
@@ -110,6 +111,35 @@ def test_without_a_compiler_it_warns_once_and_still_computes(no_compiler):
         run = compile_cpu(gm, outer.fakes, context)
     assert context.report.notes == [NO_COMPILER]
     check_layer(run, 5, 2, 29, 0)
+
+
+def masked(x):
+    mask = torch.full((8, 8), -10000.0)
+    mask[torch.arange(8).unsqueeze(0), torch.arange(8).unsqueeze(1)] = 0
+    return torch.softmax(x + mask, dim=-1)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_graph_that_inductor_cannot_compile_runs(failures, monkeypatch):
+    """0 is a graph which some versions of Inductor fail to fuse."""
+    compile_graph, left = inductor_api.compile_graph, [KeyError("buf1")] * failures
+
+    def failing(*args, **kwargs):
+        if left:
+            raise left.pop()
+        return compile_graph(*args, **kwargs)
+
+    monkeypatch.setattr(inductor_api, "compile_graph", failing)
+    x = torch.randn(8, 8)
+    with torch.no_grad(), collecting() as contexts, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        got = torch.compile(masked, backend="dsi", options={"cache": False})(x)
+    torch.testing.assert_close(got, masked(x))
+    said = [str(warning.message) for warning in warned if "Inductor cannot compile" in str(warning.message)]
+    assert len(said) == (failures == 2)
+    notes = "".join(contexts[0].report.notes)
+    assert failures == 0 or {1: "a loop of its own", 2: "operator by operator"}[failures] in notes
+    assert failures != 2 or "KeyError: 'buf1'" in said[0]
 
 
 def test_with_a_compiler_there_is_neither_warning_nor_note():
