@@ -108,6 +108,8 @@ class _Stage:
             return "the graph writes to it"
         if weight.meta["val"].dtype not in DTYPES:
             return f"its dtype is {str(weight.meta['val'].dtype).removeprefix('torch.')}"
+        if not weight.meta["val"].numel():
+            return "it has no entries"
         if pattern := self._skipped(linear, weight):
             return f"its name is skipped ({pattern!r})"
         if self.options.tied_head == "keep" and any(user.target in _EMBEDDINGS for user in weight.users):

@@ -47,15 +47,17 @@ class Pack:
         self.weight: Tensor | None = None
         self.scales: Tensor | None = None
         self.state: Any = None
+        self.memory: Callable[[], Any] = lambda: None  # that of `state`, weakly: once it is gone, its address may be another's
         self.lock = threading.Lock()
 
     def of(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """int8 and scales of `weight` as it is now."""
         state = _state(weight)
-        if state != self.state:
+        if state != self.state or self.memory() is None:
             with self.lock:
+                memory = weakref.ref(weight.untyped_storage())
                 self._make(weight)
-                self.state = state
+                self.state, self.memory = state, memory
         assert self.weight is not None and self.scales is not None
         return self.weight, self.scales
 
@@ -63,11 +65,15 @@ class Pack:
         # Ordinary tensors even under inference_mode, so that a later call outside of it may write to them.
         with torch.inference_mode(False), torch.no_grad():
             found = quantise(weight, Format(self.wanted.grouping), kn=self.wanted.kn, name=self.wanted.name)
-            if self.weight is None or self.scales is None or self.weight.device != weight.device:
+            if self.weight is None or self.scales is None or not (_alike(self.weight, found.weight) and _alike(self.scales, found.scales)):
                 self.weight, self.scales = found.weight, found.scales
             else:  # where they are, for recorded CUDA graphs
                 self.weight.copy_(found.weight)
                 self.scales.copy_(found.scales)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and one.shape == other.shape
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
@@ -130,6 +136,7 @@ def take_out(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Wanted], l
         for index, role in enumerate(("int8", "scales")):
             with gm.graph.inserting_after(placeholders[-1]):
                 made = gm.graph.placeholder(f"{weight.name}_{role}")
+            made.target = made.name  # a weight read in two formats has several packs: names of nodes are told apart, targets are not
             made.meta = {"val": node.meta["val"][index], PACKED: True}
             placeholders.append(made)
             extended.append(made.meta["val"])

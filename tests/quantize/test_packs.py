@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from dsi.ir.errors import DsiError
@@ -74,6 +75,45 @@ def test_what_changes_a_weight_makes_its_pack_anew(rounds):
     assert changed_by(lambda: setattr(model.up, "weight", nn.Parameter(torch.randn(48, 32)))) == ["up.weight"]
     assert changed_by(lambda: setattr(model.up.weight, "data", torch.randn(48, 32))) == ["up.weight"]
     assert changed_by(lambda: model.load_state_dict(Two().state_dict())) == ["up.weight", "down.weight"]
+
+
+@torch.no_grad()
+def test_other_memory_at_the_same_address_is_other_memory(rounds):
+    """An allocator hands out an address again, after `model.half().float()` for one."""
+    model, x, buffer = Two(), torch.randn(3, 32), np.random.default_rng(0).standard_normal((48, 32), dtype=np.float32)
+    run = compiled(model)
+    model.up.weight.data = torch.from_numpy(buffer)
+    run(x)
+    model.up.weight.data = torch.zeros(48, 32)
+    buffer *= -2
+    model.up.weight.data = torch.from_numpy(buffer)
+    torch.testing.assert_close(run(x), expected(model, x))
+    run(x)
+    assert rounds == ["up.weight", "down.weight", "up.weight"]
+
+
+@torch.no_grad()
+def test_memory_of_another_shape_gets_a_pack_of_that_shape():
+    model, x = Two(), torch.randn(3, 32)
+    run = compiled(model)
+    run(x)
+    model.up.weight.data, model.up.bias.data, model.down.weight.data = torch.randn(80, 32), torch.randn(80), torch.randn(32, 80)
+    torch.testing.assert_close(run(x), expected(model, x))
+
+
+@torch.no_grad()
+def test_a_weight_that_is_read_in_two_formats_has_two_packs():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x):
+            return x @ self.w @ self.w.t()
+
+    model, x = Both(), torch.randn(3, 32)
+    wanted = x @ quantise(model.w, kn=True).dequantise().t() @ quantise(model.w).dequantise().t()
+    torch.testing.assert_close(compiled(model)(x), wanted)
 
 
 @torch.no_grad()

@@ -146,6 +146,12 @@ def test_what_is_no_weight_is_kept():
     assert (result - expected).norm() / expected.norm() < 1e-2
 
 
+def test_a_weight_without_entries_is_kept():
+    model = nn.Sequential(nn.Linear(0, 8), nn.Linear(8, 4)).eval()
+    result, context = compiled(model, torch.randn(3, 0))
+    assert [refusal.reason for refusal in context.report.kept] == ["it has no entries"] and result.shape == (3, 4)
+
+
 @pytest.mark.parametrize("pattern", ["down", "down.weight", "d*", "*own.weight"])
 def test_weights_are_skipped_by_name(pattern):
     _, context = compiled(Mlp(), torch.randn(5, 64), options={"quantize_skip": [pattern, "nothing.like.it"]})
