@@ -163,9 +163,7 @@ def signature(spec: Any, kernel: Any, launch: Any, function: Any) -> dict[str, A
         if argument.kind == "size":
             types[name] = "i32"
             continue
-        if argument.kind == "following":
-            dtype = torch.int8
-        elif argument.kind == "workspace":
+        if argument.kind == "workspace":
             dtype = getattr(torch, kernel.workspaces[argument.number].dtype)
         else:
             dtype = (spec.inputs if argument.kind == "input" else spec.outputs)[argument.number].dtype

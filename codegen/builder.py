@@ -116,7 +116,6 @@ class Builder:
         self.constants: dict[str, int | bool] = {}
         self.workspaces: list[Workspace] = []
         self._workspace_names: list[str] = []
-        self._following: list[str] = []
         self._in_workspace: dict[int, str] = {}  # inputs that lie in scratch memory, or are read as another dtype: the pointers
         self.reinterpreted: set[int] = set()  # inputs that are read as another dtype
         self.helpers: dict[str, str] = {}
@@ -182,18 +181,6 @@ class Builder:
         self._workspace_names.append(self.names.new(f"{hint}_ptr"))
         return self._workspace_names[-1]
 
-    def following(self, count: int) -> list[str]:
-        """The pointers of the weights that the next linear reads, `count` of them, entered in the signature."""
-        if not self._following:
-            self._following = [self.names.new(f"following_{number}_ptr") for number in range(count)]
-        return self._following
-
-    def given(self, symbol: sympy.Symbol) -> str:
-        """The argument that holds what the runtime knows by a symbol of its own, entered in the signature."""
-        if symbol not in self.sizes:
-            self.sizes[symbol] = self.names.new(str(symbol))
-        return self.sizes[symbol]
-
     def place(self, number: int, pointer: str) -> None:
         """States that an input lies in the scratch memory `pointer`."""
         self._in_workspace[number] = pointer
@@ -222,10 +209,9 @@ class Builder:
             *(Argument("input", number) for number, _ in inputs),
             *(Argument("output", number) for number, _ in outputs),
             *(Argument("workspace", number) for number in range(len(self.workspaces))),
-            *(Argument("following", number) for number in range(len(self._following))),
             *(Argument("size", expr=symbol) for symbol, _ in sizes),
         )
-        names = [name for _, name in (*inputs, *outputs)] + self._workspace_names + self._following + [name for _, name in sizes]
+        names = [name for _, name in (*inputs, *outputs)] + self._workspace_names + [name for _, name in sizes]
         return arguments, names
 
     def function(self, name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import sympy
 
-ArgumentKind = Literal["input", "output", "size", "workspace", "following"]
+ArgumentKind = Literal["input", "output", "size", "workspace"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,7 @@ class Argument:
     """One positional argument of a kernel, in the order of its signature.
 
     "input" and "output": the region's tensor `number`. "size": the integer `expr`, over the symbols of the region's sizes. "workspace":
-    the kernel's workspace `number`. "following": the weight `number` of those that the next linear reads, or any tensor where there are
-    fewer (codegen/following.py).
+    the kernel's workspace `number`.
     """
 
     kind: ArgumentKind
@@ -113,8 +112,7 @@ class Choice:
     one before it, and multiplies them behind the loop over the other steps ("last"), or at the start of its first turn, beside which more
     shared memory is needed ("first"; as "last" where some program has but one step). Without effect where no program has more than one, or
     where kernels of the graph write the weights (deferred.peeled). `deferred` (`gemv`): a layer norm before the product corrects the sums
-    instead of the rows, where that is possible (deferred.deferred_layer); an RMS norm's factor always comes after the sums. `following`
-    (`skinny`): KiB of the next linear's weights that the cache is asked for when a program has read its own (codegen/following.py).
+    instead of the rows, where that is possible (deferred.deferred_layer); an RMS norm's factor always comes after the sums.
 
     Attention: `block_m` rows are query heads of a key head for consecutive queries, of fewer than 16 no matrix units are used;
     `block_k` channels of a head are multiplied at once (1: all); `block_s` keys of the mask are looked at in one step before any key is
@@ -150,4 +148,3 @@ class Choice:
     hint: bool = False
     peel: Literal["", "last", "first"] = ""
     deferred: bool = False
-    following: int = 0

@@ -17,7 +17,6 @@ import sympy
 import torch
 from dsi.ir import tile as t
 
-from . import following
 from .builder import Block, Builder
 from .columns import Columns, U, ceil_div, cuts_of
 from .deferred import WIDEST_DEFERRED, constant, deferred_layer, deferred_norm, unconditional
@@ -243,7 +242,6 @@ class Linear:
             self.load_early(printers, segment, lambda load: not constant(load, self.spec.constants))
         scales = {**scales, **self.scales(printers, segment, lambda number: not ahead or number not in self.spec.constants)}
         sums = products.run(statistics)
-        following.ask(self, body)
         done, header = body, ""
         if self.choice.split > 1:
             header, done = combined(self, body, sums, products.squares)

@@ -158,24 +158,6 @@ def late(tile, PACKED: tl.constexpr, PDL: tl.constexpr):
 """,
         (),
     ),
-    "ask": (
-        """\
-@triton.jit
-def ask(pointer, rows, pitch, all_rows, BYTES: tl.constexpr):
-    # The lines that begin each of `rows` rows, `pitch` bytes apart, come to the L2 cache, BYTES of `all_rows` together. Each program asks
-    # for some; nothing is read.
-    program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
-    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    lines = tl.minimum(tl.cdiv(BYTES, tl.maximum(all_rows, 1) * 128), pitch // 128)
-    first = pointer.to(tl.pointer_type(tl.int8))
-    for start in range(program * 128, rows * lines, programs * 128):
-        line = start + tl.arange(0, 128)
-        address = first + (line // lines).to(tl.int64) * pitch + line % lines * 128
-        address = tl.where(line < rows * lines, address, first)
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
-""",
-        (),
-    ),
     "early": (
         """\
 @triton.jit

@@ -109,7 +109,6 @@ def generated_kernels(context: Context, device: torch.device | str, made: list[M
 
     def kernels(region: Region, values: Sequence[Any], sizes: Sizes, overlaps: bool = False) -> RegionKernel | None:
         found: Any = kernels_for(region, context)
-        values, following = values[: len(region.inputs)], values[len(region.inputs) :]
         tensors = [*zip(region.inputs, values, strict=True), *((node, node.meta["val"]) for node in region.outputs)]
         elsewhere = [f"{node} on {value.device}" for node, value in tensors if _is_tensor(value) and _place(value.device) != _place(here)]
         if not isinstance(found, Refusal) and elsewhere:
@@ -120,7 +119,7 @@ def generated_kernels(context: Context, device: torch.device | str, made: list[M
             return None
 
         def remade(found: KernelSet) -> GeneratedKernel:
-            return GeneratedKernel(found, values, sizes, disk, here, overlaps, following)
+            return GeneratedKernel(found, values, sizes, disk, here, overlaps)
 
         kernel = remade(found)
         if made is not None:

@@ -11,7 +11,6 @@ import torch
 from dsi.codegen.kernel import Argument, Kernel, Launch, LibraryCall
 
 from .cache import DiskCache
-from .following import extents
 from .kernels import KernelSet, load, symbol_values
 from .launcher import GROUPS, Launcher, current_stream
 from .library import LibraryStep
@@ -24,7 +23,7 @@ class GeneratedKernel:
 
     `values` are the fakes and SymInts of the region's inputs in the outer graph, over whose symbols `sizes` is made. `device` is where its
     tensors are (left out: its first input's), and the current device when it is called. `overlaps` allows its first kernel to start before
-    the one before it has ended. `following` are the fakes of weights that the next linear reads: a call gets them behind its inputs.
+    the one before it has ended.
     """
 
     def __init__(
@@ -35,19 +34,17 @@ class GeneratedKernel:
         disk: DiskCache,
         device: torch.device | None = None,
         overlaps: bool = False,
-        following: Sequence[Any] = (),
     ):
         self.found = found
         self.overlaps = overlaps
-        self._following = [value.dtype for value in following]
         device = device or next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
         self.allocate = allocator(device)
-        symbols = {**symbol_values(found, values), **extents(following)}
+        symbols = symbol_values(found, values)
         self._rows = sizes.compile(_over(found.rows, symbols))
         variants = found.variants
         if isinstance(self._rows, tuple):  # the number of rows is known: the others are never used, nor loaded
             variants = (_fitting(variants, self._rows[0]),)
-        self._variants = [_Variant(kernel, symbols, sizes, disk, device, overlaps, len(following)) for kernel in variants]
+        self._variants = [_Variant(kernel, symbols, sizes, disk, device, overlaps) for kernel in variants]
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
         self._chosen(sizes)(inputs, outputs, sizes)
@@ -55,7 +52,7 @@ class GeneratedKernel:
     def compile(self, inputs: Sequence[Any], outputs: Sequence[torch.dtype], sizes: Environment) -> list[Any]:
         """Triton's compiled kernels for these sizes, loaded but not launched; `inputs` and `outputs` are dtypes, not tensors. May be called
         from several threads. Raises what Triton raises, where one cannot be compiled or loaded."""
-        return self._chosen(sizes).compile([*inputs, *self._following], outputs, sizes)
+        return self._chosen(sizes).compile(inputs, outputs, sizes)
 
     def chosen(self, sizes: Environment) -> Kernel:
         """The variant that runs at these sizes."""
@@ -106,16 +103,7 @@ def _over(expr: Any, symbols: dict[str, sympy.Expr]) -> sympy.Expr:
 class _Variant:
     """One kernel, loaded, with everything about its launches that does not change between calls worked out."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        symbols: dict[str, sympy.Expr],
-        sizes: Sizes,
-        disk: DiskCache,
-        device: torch.device,
-        overlaps: bool,
-        following: int,
-    ):
+    def __init__(self, kernel: Kernel, symbols: dict[str, sympy.Expr], sizes: Sizes, disk: DiskCache, device: torch.device, overlaps: bool):
         self.kernel = kernel
         self.max_rows = kernel.max_rows
         self._workspaces = [ScratchMemory(space, sizes.compile(_over(space.size, symbols)), device) for space in kernel.workspaces]
@@ -125,7 +113,7 @@ class _Variant:
             if isinstance(launch, LibraryCall):
                 return LibraryStep(launch, lambda expr: _over(expr, symbols), sizes)
             # A second launch comes after the first one's start, whatever comes before that.
-            return _Launch(module, launch, symbols, sizes, settle(launch, able, overlaps or number > 0), device, following)
+            return _Launch(module, launch, symbols, sizes, settle(launch, able, overlaps or number > 0), device)
 
         self._launches = [step(number, launch) for number, launch in enumerate(kernel.launches)]
 
@@ -146,21 +134,14 @@ class _Variant:
 
 class _Launch:
     def __init__(
-        self,
-        module: Any,
-        launch: Launch,
-        symbols: dict[str, sympy.Expr],
-        sizes: Sizes,
-        settled: dict[str, Any],
-        device: torch.device,
-        following: int,
+        self, module: Any, launch: Launch, symbols: dict[str, sympy.Expr], sizes: Sizes, settled: dict[str, Any], device: torch.device
     ):
         self.entry = launch.entry
         grid = [_over(size, symbols) for size in launch.grid]
         self._text = f"{launch.entry}[{', '.join(map(str, grid))}]"
         self._grid = sizes.compile(*grid)
         self._integers = sizes.compile(*(_over(argument.expr, symbols) for argument in launch.arguments if argument.kind == "size"))
-        order = [_place(launch.arguments, position, following) for position in range(len(launch.arguments))]
+        order = [_place(argument, launch.arguments[:position]) for position, argument in enumerate(launch.arguments)]
         self.launcher = Launcher(getattr(module, launch.entry), settled, order, current_stream(device), launch.words)
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any], workspaces: Sequence[Any], sizes: Environment) -> None:
@@ -181,13 +162,7 @@ class _Launch:
         return self._text
 
 
-def _place(arguments: Sequence[Argument], position: int, following: int) -> tuple[int, int]:
-    """Where an argument is found in a call whose last `following` inputs are weights that the next linear reads."""
-    argument = arguments[position]
-    group = {"input": "inputs", "output": "outputs", "workspace": "workspaces", "size": "integers", "following": "inputs"}[argument.kind]
-    number = argument.number
-    if argument.kind == "size":
-        number = sum(other.kind == "size" for other in arguments[:position])
-    elif argument.kind == "following":  # where there are fewer, any tensor: none of its rows is asked for
-        number = number - following if number < following else next(other.number for other in arguments if other.kind == "input")
+def _place(argument: Argument, before: Sequence[Argument]) -> tuple[int, int]:
+    number = sum(other.kind == "size" for other in before) if argument.kind == "size" else argument.number
+    group = {"input": "inputs", "output": "outputs", "workspace": "workspaces", "size": "integers"}[argument.kind]
     return GROUPS.index(group), number

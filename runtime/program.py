@@ -18,13 +18,12 @@ from dsi.ir.region import Region
 from torch import fx
 
 from .expand import attribute_of, expansion, in_place_writes, region_of, write_in_place
-from .following import following_weights
 from .region_step import RegionKernel, Run, define, never_empty, region_step
 from .sizes import Environment, Sizes
 
 CODE = "s[{}]"  # how a slot is written in a step's code
-# (region, fakes and SymInts of its inputs in the outer graph and behind them the fakes of weights that the next linear reads, sizes of the
-# outer graph, whether it may start before the kernel before it has ended) -> what runs it; None: its members, by references.
+# (region, fakes and SymInts of its inputs in the outer graph, sizes of the outer graph, whether it may start before the kernel before it
+# has ended) -> what runs it; None: its members, by references.
 Kernels = Callable[[Region, Sequence[Any], Sizes, bool], RegionKernel | None]
 
 
@@ -124,14 +123,12 @@ class _Builder:
         self.table = table
         self.copies: list[tuple[int, int]] = []  # the slots (to, from) of the last step, if it copies results to inputs
         self.copied: tuple[Any, ...] = ()  # the dtype and device of these
-        self.slots: dict[fx.Node, int] = {}  # of the program's inputs
         self.begun = False  # whether a kernel of a region is launched before what comes next, whatever the sizes are
 
     def build(self, gm: fx.GraphModule) -> Program:
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.program.inputs = len(placeholders)
-        self.slots = {node: self.slot() for node in placeholders}
-        slots: dict[fx.Node, Any] = dict(self.slots)
+        slots: dict[fx.Node, Any] = {node: self.slot() for node in placeholders}
         returned = self.lower(gm, slots)
         values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
         self.program.results = [slots[value] if isinstance(value, fx.Node) else (value,) for value in values]
@@ -237,8 +234,7 @@ class _Builder:
 
     def region(self, region: Region, arguments: list[Any], node: fx.Node) -> list[Any]:
         self.copies = []
-        following = following_weights(node)
-        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in (*node.args, *following)]
+        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
         kernel = self.kernels(region, values, self.program.sizes, self.begun and _constants_are_inputs(region, node))
         if kernel is None:
             inner: dict[fx.Node, Any] = {}
@@ -251,14 +247,13 @@ class _Builder:
             self.constant(None if unused else argument[0]) if unused or not isinstance(argument, int) else argument
             for unused, argument in zip(idle, arguments, strict=True)
         ]
-        reads += [self.slots[weight] for weight in following]
         writes = [self.slot() for _ in region.outputs]
         foreign = {number for number, arg in enumerate(node.args) if isinstance(arg, fx.Node) and not self.ours(arg)}
         run = region_step(region, kernel, ReferenceKernel(region), reads, writes, self.program.sizes, foreign)
         self.program.regions.append((region, kernel))
-        tensors = [*values[: len(node.args)], *(output.meta["val"] for output in region.outputs)]
+        tensors = [*values, *(output.meta["val"] for output in region.outputs)]
         self.begun |= not isinstance(kernel, ReferenceKernel) and all(map(never_empty, tensors))
-        called = ", ".join(f"%{slot}" for slot in reads[: len(node.args)])
+        called = ", ".join(f"%{slot}" for slot in reads)
         text = f"{', '.join(f'%{slot}' for slot in writes)} = {region.name}({called})    # {kernel.describe()}"
         self.program.steps.append(Step(run, text, tuple(reads), tuple(writes)))
         return list(writes)
@@ -304,7 +299,7 @@ class ReferenceKernel:
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
         if self._body is None:
             self._body = _body_program(self.region)
-        for output, result in zip(outputs, self._body(list(inputs[: len(self.region.inputs)])), strict=True):
+        for output, result in zip(outputs, self._body(list(inputs)), strict=True):
             if output is not result:
                 output.copy_(result)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import sympy
 import torch
 from dsi.codegen import Choice, Kernel, generate
-from dsi.codegen.following import MOST, PITCH, ROWS
 from dsi.codegen.integers import normalise
 from dsi.codegen.kernel import LibraryCall, View
 from dsi.ir import tile as t
@@ -146,16 +145,14 @@ def run(case: Case, interpreter, kernel: Kernel | None = None, choice: Choice | 
 
 def execute(kernel: Kernel, inputs: list, outputs: list[torch.Tensor], number, interpreter) -> list[torch.Tensor]:
     """The outputs as a kernel's launches leave them, one after another, under the interpreter; `number` gives the value of a size."""
-    tensors = {"input": list(inputs), "output": outputs, "following": [torch.zeros(16, 64)] * MOST}  # no weight follows
+    tensors = {"input": list(inputs), "output": outputs}
     tensors["workspace"] = [torch.full((number(w.size),), 0 if w.zeroed else 7, dtype=getattr(torch, w.dtype)) for w in kernel.workspaces]
     for launch in kernel.launches:
         if isinstance(launch, LibraryCall):
             *given, made = (_view(view, tensors, number) for view in launch.operands)
             FUNCTIONS[launch.function](given, made, launch.options)
             continue
-        arguments = [
-            0 if a.expr in (*ROWS, PITCH) else number(a.expr) if a.kind == "size" else tensors[a.kind][a.number] for a in launch.arguments
-        ]
+        arguments = [number(a.expr) if a.kind == "size" else tensors[a.kind][a.number] for a in launch.arguments]
         grid = tuple(map(number, launch.grid))
         if 0 in grid:
             continue
@@ -164,7 +161,7 @@ def execute(kernel: Kernel, inputs: list, outputs: list[torch.Tensor], number, i
         for argument in launch.arguments:
             if argument.kind != "size" and isinstance(tensors[argument.kind][argument.number], torch.Tensor):
                 value = next(results)
-                if argument.kind not in ("input", "following"):
+                if argument.kind != "input":
                     tensors[argument.kind][argument.number] = value
     for workspace, left in zip(kernel.workspaces, tensors["workspace"], strict=True):
         assert not workspace.zeroed or not left.any(), "a kernel leaves its counters as it found them"
@@ -217,9 +214,7 @@ def resources(case: Case, kernel: Kernel, capability: int, ones: bool = False, t
                 if ones:
                     constants[name] = 1
                 continue
-            if argument.kind == "following":
-                dtype = torch.int8
-            elif argument.kind == "workspace":
+            if argument.kind == "workspace":
                 dtype = getattr(torch, kernel.workspaces[argument.number].dtype)
             else:
                 dtype = (case.spec.inputs if argument.kind == "input" else case.spec.outputs)[argument.number].dtype

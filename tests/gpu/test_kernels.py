@@ -8,7 +8,6 @@ import pytest
 import sympy
 import torch
 from dsi.codegen import Choice, generate
-from dsi.codegen.following import MOST, PITCH, ROWS
 from dsi.codegen.integers import normalise
 from dsi.ir.tolerances import disagreement
 
@@ -46,21 +45,15 @@ def check(case: Case, choice: Choice, folder) -> None:
     able = torch.cuda.get_device_capability() >= (9, 0)
     inputs = [laid_out(value) if isinstance(value, torch.Tensor) else value for value in case.inputs]
     results = []
-    follower = torch.zeros(4096, 4096, dtype=torch.float16, device="cuda")
     scratch = [
         (torch.zeros if space.zeroed else torch.empty)(number(space.size), dtype=getattr(torch, space.dtype), device="cuda")
         for space in kernel.workspaces
     ]
     for _ in range(RUNS):
         outputs = [laid_out(value) for value in case.outputs]
-        # What follows is asked for in one weight, which lies anywhere: its rows, and none of the others'.
-        groups = {"input": inputs, "output": outputs, "workspace": scratch, "following": [follower] * MOST}
-        extents = {**dict.fromkeys(ROWS, 0), ROWS[0]: len(follower), PITCH: 2 * follower.shape[1]}
+        groups = {"input": inputs, "output": outputs, "workspace": scratch}
         for position, launch in enumerate(kernel.launches):
-            arguments = [
-                extents[a.expr] if a.expr in extents else number(a.expr) if a.kind == "size" else groups[a.kind][a.number]
-                for a in launch.arguments
-            ]
+            arguments = [number(a.expr) if a.kind == "size" else groups[a.kind][a.number] for a in launch.arguments]
             options = {**launch.constants, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
             if not able or position == 0:  # what the outputs start from was copied just now
                 options.pop("launch_pdl", None)
@@ -96,7 +89,7 @@ def test_linears(name, dtype, tmp_path):
         [
             *((1, replace(GEMV, split=split)) for split in (1, 3)),
             (1, replace(GEMV, apart=True)),
-            *((13, replace(SKINNY, split=split, following=8192, **small)) for split in (1, 3)),
+            *((13, replace(SKINNY, split=split, **small)) for split in (1, 3)),
             (13, replace(SKINNY, apart=True, split=2, **small)),
             *((70, replace(TILED, block_m=32, apart=apart, **small)) for apart in (False, True)),
         ]
