@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.comparators import DTYPES, WIDER, Side, Workload, compare
+from bench import estimates
+from bench.comparators import DTYPES, WIDER, Workload, compare
+from bench.estimates import REGION
 from bench.gpt_regions import block_of, copies_past_cache
 from bench.report import Report, Settings
+from bench.sides import Side
 from bench.tables import summary
 
 DECODE = "1x12x12x64x512x502,1x32x8x128x512x502,16x32x8x128x512x64,16x32x8x128x512x502,1x32x8x128x8192x8192,16x32x8x128x4096x512"
@@ -60,8 +63,9 @@ def run(settings: Settings, cases: Sequence[Case]) -> Report:
     report = Report("attention", settings)
     dtype = DTYPES[settings.dtype or ("fp32" if settings.small else "bf16")]
     report.measure_rates([dtype] if any(case.live is None for case in cases) else [])
+    least = estimates.REFERENCE + estimates.timing(len(settings.against))
     for case in cases:
-        if report.fits(str(case), 0 if settings.small else 10):
+        if report.fits(str(case), 0 if settings.small else least):
             compare(workload(case, dtype, settings.device), report)
     summary(report)
     return report
@@ -102,5 +106,5 @@ def workload(case: Case, dtype: torch.dtype, device: str) -> Workload:
         moved=2.0 * case.batch * case.kv_heads * live * case.size * dtype.itemsize,
         flops=4.0 * case.batch * case.heads * case.size * pairs_seen,
         in_graph=copies,
-        weight=0.1,
+        size=REGION,
     )

@@ -26,11 +26,12 @@ if not torch.cuda.is_available():
 
 from bench import path, timing
 from bench.attention import Case
-from bench.comparators import DTYPES, FLOOR, SLACK, WIDER, reset
+from bench.comparators import DTYPES, WIDER, reset
 from bench.compile_pool import CompilePool, generated
 from bench.linear import Candidate, Running, graph_of, median_of, parse_choices
 from bench.linear_forms import region_of
 from bench.report import Report, Settings, figure
+from bench.sides import FLOOR, SLACK
 
 DECODE = "1x12x12x64x512x502,1x25x25x64x1024x1000,1x28x28x152x1024x1000,1x32x8x128x512x502,16x32x8x128x512x502,16x32x8x128x4096x512"
 PAST_CACHE, MOST_COPIES = 2.5, 1500  # bytes read by turns, in sizes of the last-level cache; and of what they are
@@ -121,14 +122,14 @@ def _predicted(problem: Problem, choice: Any, device: Any) -> float:
 
 
 def keep(tried: Sequence[Tried], name: str, file: Path) -> None:
-    """Writes what won to a table of defaults: of one cache, over all live lengths that were measured, the choice with the least time in
-    all, if it was right at each of them."""
+    """Writes what won to a table of defaults: of one prompt, or of one cache over all live lengths that were measured, the choice with the
+    least time in all, if it was right at each of them."""
     from dsi.codegen import attention_defaults
 
     of_a_cache: dict[tuple[Any, ...], list[Tried]] = {}
     for one in tried:
         entry = attention_defaults.entry(one.problem.spec, {}, 1.0)
-        if entry is not None and one.problem.case.live is not None:
+        if entry is not None:
             of_a_cache.setdefault(entry.key, []).append(one)
     entries = []
     for alike in of_a_cache.values():

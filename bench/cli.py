@@ -10,9 +10,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import typer
 
-Against = Annotated[str, typer.Option("--against", "--sides", help="Sides, by commas (bench/comparators.py names them).")]
+Against = Annotated[str, typer.Option("--against", "--sides", help="Sides, by commas (bench/sides.py names them).")]
 Json = Annotated[Path | None, typer.Option("--json", help="File for everything that was measured.")]
-Seconds = Annotated[float | None, typer.Option("--budget", help="Seconds that the run may take; what no longer fits is skipped.")]
+Seconds = Annotated[
+    float | None, typer.Option("--budget", help="Seconds that the run may take; what no longer fits is skipped or broken off.")
+]
 Blocks = Annotated[int, typer.Option(min=1, help="Interleaved blocks of which the median is taken.")]
 Dtype = Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; left out: the case's own.")]
 Limit = Annotated[float | None, typer.Option(help="Seconds that compiling a side may take; a side that takes longer is left out.")]
@@ -28,8 +30,9 @@ def settings(
     """The settings of a command; a mistake in them ends it before anything is measured."""
     import torch
 
-    from bench.comparators import DTYPES, sides_of
+    from bench.comparators import DTYPES
     from bench.report import Settings
+    from bench.sides import sides_of
     from bench.timing import Budget
 
     if dtype is not None and dtype not in DTYPES:

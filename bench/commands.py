@@ -38,18 +38,19 @@ def all_command(
     show: Annotated[bool, typer.Option("--list", help="Print the rows and what each takes, and run nothing.")] = False,
 ) -> None:
     """The benchmarks in order of importance within a time, each in a process of its own."""
-    from bench import everything
-    from bench.comparators import sides_of
+    from bench.everything import Everything
+    from bench.rows import SETS, chosen, listing
+    from bench.sides import sides_of
 
     try:
-        listed = everything.chosen(rows)
-        if named := everything.SIDES.get(sides, sides):
+        listed = chosen(rows)
+        if named := SETS.get(sides, sides):
             sides_of(named)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if show:
-        everything.listing(sides)
-    elif not everything.Everything(seconds, out, sides, small).run(listed):
+        listing(sides)
+    elif not Everything(seconds, out, sides, small).run(listed):
         raise typer.Exit(1)
 
 

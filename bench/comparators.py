@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,76 +13,16 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from bench import path, timing, weights
+from bench import estimates, timing
+from bench.estimates import Size
 from bench.limits import Expired, at_most, expired
 from bench.memory import Memory, Meter, transient
 from bench.report import Report
+from bench.sides import SIDES, Side
 from bench.tables import print_row
 
-SLACK = 2.0  # a side's error against the wider dtype over eager's own: one sample of each is noisy
-FLOOR = 1e-6  # errors below this are rounding of any dtype that is timed
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Side:
-    """One way to run a model. `captures`: the harness may capture its calls in a CUDA graph of its own. `seconds`: what compiling eight
-    layers is expected to take at most, until this run has measured it. `slack`: how many times eager's own error it may have.
-    `weights`: what is done to a copy of the model before (bench/weights.py). `int8`: it reads int8 weights."""
-
-    name: str
-    backend: str | None
-    mode: str | None
-    captures: bool
-    seconds: float
-    slack: float = SLACK
-    weights: str = ""
-    int8: bool = False
-
-    def bound(self, eager: float, rounding: float = 0.0) -> float:
-        """The error against the wider dtype that it may have, where eager's is so large, and that of int8 weights `rounding`."""
-        return self.slack * (eager + rounding * self.int8) + FLOOR
-
-    def compile(self, function: Any) -> Any:
-        """`function` (or a module) as this side runs it."""
-        if self.backend is None:
-            return function
-        if self.backend == "deepspeed":
-            raise ValueError("DeepSpeed runs its own layers, no model: python -m bench deepspeed")
-        function = weights.prepared(self.weights, function)
-        backend = path.backend() if self.backend == "dsi" else self.backend
-        if self.backend == "dsi" and self.int8:
-            options = {"dtype": "int8", "mode": self.mode or "default"}
-            return torch.compile(function, backend=backend, options=options, fullgraph=True)
-        return torch.compile(function, backend=backend, mode=self.mode, fullgraph=True)
-
-
-SIDES = {
-    side.name: side
-    for side in (
-        Side("eager", None, None, True, 5),
-        Side("default", "inductor", None, True, 25),
-        Side("reduce-overhead", "inductor", "reduce-overhead", False, 25),
-        Side("max-autotune", "inductor", "max-autotune", False, 80),
-        Side("max-autotune-no-cudagraphs", "inductor", "max-autotune-no-cudagraphs", True, 80),
-        Side("dsi", "dsi", None, True, 25),
-        Side("dsi-reduce-overhead", "dsi", "reduce-overhead", False, 25),
-        Side("dsi-max-autotune", "dsi", "max-autotune", False, 90),
-        Side("dsi-max-autotune-no-cudagraphs", "dsi", "max-autotune-no-cudagraphs", True, 90),
-        Side("dsi-laid-out", "dsi", None, True, 25, weights="laid out"),
-        Side("dsi-laid-out-reduce-overhead", "dsi", "reduce-overhead", False, 25, weights="laid out"),
-        Side("dsi-laid-out-max-autotune", "dsi", "max-autotune", False, 90, weights="laid out"),
-        Side("dsi-int8", "dsi", None, True, 25, int8=True),
-        Side("dsi-int8-reduce-overhead", "dsi", "reduce-overhead", False, 25, int8=True),
-        Side("dsi-int8-max-autotune", "dsi", "max-autotune", False, 90, int8=True),
-        Side("int8-recipe", "inductor", "max-autotune-no-cudagraphs", True, 80, weights="recipe", int8=True),
-        # Not by max-autotune, which compiled 4 layers of its products by sums for more than 170 s.
-        Side("torchao", "inductor", None, True, 40, weights="torchao", int8=True),
-        # bench/deepspeed_side.py knows how to run it, nothing else does. It is not ours to be judged by our bound.
-        Side("deepspeed", "deepspeed", None, True, 120, slack=50.0),
-    )
-}
 
 
 @dataclass
@@ -91,7 +31,7 @@ class Workload:
 
     `compile_for(side)` gives the calls of one block for a side, each returning a tensor; `prepare` puts state back to where a block begins.
     `reference()` gives what the first `checked` calls return, stacked, computed in a wider dtype. `moved` bytes must be read and `flops`
-    operations done in a call. `in_graph` calls are captured in one graph. `weight`: seconds of compilation over those of eight layers.
+    operations done in a call. `in_graph` calls are captured in one graph. `size`: how much there is to compile.
     `held`: bytes of its weights and caches on the device. `rounded()` gives what `reference` does, of weights rounded to int8, of which
     `moved_int8` bytes must be read in a call; without it sides that read int8 weights cannot be judged. `state` is what calls write in
     place besides what `prepare` puts back, such as keys and values.
@@ -107,7 +47,7 @@ class Workload:
     flops: float = 0.0
     checked: int = 1
     in_graph: int = 1
-    weight: float = 1.0
+    size: Size = field(default_factory=Size)
     held: int = 0
     rounded: Callable[[], Tensor] | None = None
     moved_int8: float = 0.0
@@ -128,7 +68,12 @@ class Outcome:
     problem: str = ""
 
 
-_measured: dict[str, float] = {}  # side -> compile seconds of a workload of weight 1, as last seen in this process
+_measured: dict[str, float] = {}  # side -> compile seconds over what was expected of it, as last seen in this process
+
+
+def expected(side: Side, size: Size, before: Iterable[Side] = ()) -> float:
+    """Seconds of compiling so much after the sides `before`, by what the side has taken in this process where it has run already."""
+    return side.seconds(size, before) * _measured.get(side.name, 1.0)
 
 
 def compare(workload: Workload, report: Report) -> list[Outcome]:
@@ -161,6 +106,7 @@ def _compare(workload: Workload, report: Report) -> list[Outcome]:
     reset()
     report.say(f"{workload.title}: reference")
     outcomes: list[Outcome] = []
+    rest = estimates.timing(len(report.settings.against))
     with torch.no_grad():
         reference = workload.reference()
         reset()  # the wider copy's memory
@@ -172,9 +118,10 @@ def _compare(workload: Workload, report: Report) -> list[Outcome]:
         error = timing.relative_error(eager, reference)
         for name in report.settings.against:
             side = SIDES[name]
-            expected = _measured.get(name, side.seconds if not report.settings.small else 0.0) * workload.weight
-            if report.fits(f"{workload.title}: {name}", expected):
-                outcomes.append(_ready(workload, side, reference, eager, side.bound(error, rounding), report))
+            before = [outcome.side for outcome in outcomes if outcome.compile_seconds and not outcome.problem]
+            likely = estimates.LIKELY * expected(side, workload.size, before)
+            if report.fits(f"{workload.title}: {name}", 0.0 if report.settings.small else likely + rest):
+                outcomes.append(_ready(workload, side, reference, eager, side.bound(error, rounding), report, before))
         for outcome in outcomes:  # after everything is compiled: what a graph of ours holds must not move any more
             if outcome.timer is not None and outcome.side.captures and torch.cuda.is_available():
                 _capture(outcome.timer, workload, outcome.side.bound(error, rounding), outcome)
@@ -218,12 +165,15 @@ def rounding_error(workload: Workload, reference: Tensor, report: Report) -> flo
     return error
 
 
-def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bound: float, report: Report) -> Outcome:
-    """Compile, check, profile and measure the memory of one side."""
+def _ready(
+    workload: Workload, side: Side, reference: Tensor, eager: Tensor, bound: float, report: Report, before: Sequence[Side]
+) -> Outcome:
+    """Compile, check, profile and measure the memory of one side, after those `before`. It is broken off where the others' timing would
+    no longer fit the budget."""
     outcome = Outcome(side)
     start = time.perf_counter()
     try:
-        with at_most(report.settings.limit, f"compiling and warming up {side.name}"):
+        with at_most(report.limit(estimates.timing(len(report.settings.against))), f"compiling and warming up {side.name}"):
             calls = workload.compile_for(side)
             if side.weights:
                 reset_memory()  # of what its copy of the model was made of
@@ -232,7 +182,7 @@ def _ready(workload: Workload, side: Side, reference: Tensor, eager: Tensor, bou
             run_checked(workload, calls)
             timing.synchronize()
             outcome.compile_seconds = time.perf_counter() - start
-            _measured[side.name] = outcome.compile_seconds / workload.weight
+            _measured[side.name] = outcome.compile_seconds / side.seconds(workload.size, before)
             for _ in range(2):  # CUDA graphs inside a side are recorded in the second call with the same addresses
                 workload.prepare()
                 for call in calls:
@@ -316,12 +266,3 @@ def _row(workload: Workload, outcomes: Sequence[Outcome], activations: int, repo
         "roofline ms": floor,
         "sides": sides,
     }
-
-
-def sides_of(text: str) -> tuple[str, ...]:
-    """Names of sides from a list with commas. Raises ValueError naming one that is unknown."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    unknown = [name for name in names if name not in SIDES]
-    if unknown or not names:
-        raise ValueError(f"unknown comparator {', '.join(unknown) or '(none)'}; known: {', '.join(SIDES)}")
-    return names

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from bench import path
-from bench.comparators import SIDES
 from bench.decode import decode, model_of
 from bench.report import Report, Settings, figure
+from bench.sides import SIDES
 from bench.timing import synchronize
 
 ROOT = Path(__file__).resolve().parent.parent

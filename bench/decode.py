@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import shapes
-from bench.comparators import DTYPES, WIDER, Side, Workload, compare
+from bench import estimates, shapes
+from bench.comparators import DTYPES, WIDER, Workload, compare
+from bench.estimates import Size
 from bench.generate import cache_argument, static_cache
 from bench.memory import held
 from bench.report import Report, Settings
+from bench.sides import Side
 from bench.tables import summary
 from bench.weights import rounded
 
@@ -33,14 +35,16 @@ def run(
     encoder's input."""
     report = Report("decode", settings)
     report.measure_rates()
+    least = estimates.REFERENCE + estimates.timing(len(settings.against))
     for name in cases:
-        if not report.fits(name, 0 if settings.small else 25):
+        shape = shapes.SHAPES[name]
+        if not report.fits(name, 0 if settings.small else estimates.building(shape.parameters(layers))):
             continue
-        encoder = shapes.SHAPES[name].family == "bert"
+        encoder = shape.family == "bert"
         model, title = model_of(name, settings, layers, max(cache, length))
         for batch in (1,) if encoder else batches:
             for live in (None,) if encoder else lives:
-                if report.fits(f"{name} b{batch}", 0 if settings.small else 15):
+                if report.fits(f"{name} b{batch}", 0 if settings.small else least):
                     work = encode(model, title, batch, length) if encoder else decode(model, title, batch, cache, live)
                     work.facts |= {"case": name, "layers": model.config.num_hidden_layers, "batch": batch}
                     compare(work, report)
@@ -54,7 +58,7 @@ def model_of(name: str, settings: Settings, layers: int | None, positions: int, 
     """The model of a case under the settings, and its title. `hot`: with weights that make every term of the arithmetic count."""
     shape = shapes.SHAPES[name]
     dtype = settings.dtype or ("fp32" if settings.small else shape.dtype)
-    count = layers or shape.timed or shape.layers
+    count = layers or shape.timed_layers
     if settings.small:
         shape, count = shape.small(), layers or 2
     model = shapes.build(shape, count, positions, DTYPES[dtype], settings.device, hot)
@@ -76,11 +80,6 @@ def workloads(
 def same(model: Any) -> Any:
     """The model, unchanged."""
     return model
-
-
-def layers_weight(model: Any) -> float:
-    """Compile time relative to that of eight layers: half of it does not grow with them."""
-    return 0.5 + float(model.config.num_hidden_layers) / 16
 
 
 def token_ids(model: Any, batch: int, length: int) -> Tensor:
@@ -163,7 +162,7 @@ def decode(model: Any, title: str, batch: int, room: int, live: int | None) -> W
         moved=shapes.weight_bytes(model) + shapes.cache_bytes(model, batch, live),
         moved_int8=shapes.int8_bytes(model) + shapes.cache_bytes(model, batch, live),
         checked=2,  # the second step reads what the first one wrote
-        weight=layers_weight(model),
+        size=Size(model.config.num_hidden_layers, batch),
         held=held(model, cache.cache),
         state=cache.tensors(),
     )
@@ -192,6 +191,6 @@ def encode(model: Any, title: str, batch: int, length: int) -> Workload:
         rounded=lambda: reference(rounded),
         moved=shapes.weight_bytes(model),
         moved_int8=shapes.int8_bytes(model),
-        weight=layers_weight(model),
+        size=Size(model.config.num_hidden_layers, batch * length),
         held=held(model),
     )

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from bench import shapes, timing
-from bench.comparators import DTYPES, SIDES, WIDER, Side, Workload, compare
-from bench.decode import STEPS, Cache, layers_weight
+from bench.comparators import DTYPES, WIDER, Workload, compare
+from bench.decode import STEPS, Cache
+from bench.estimates import Size
 from bench.memory import held
 from bench.report import Report, Settings
+from bench.sides import SIDES, Side
 from bench.tables import summary
 
 MISSING = "DeepSpeed is not installed here (pip install deepspeed): its layers are left out"
@@ -110,7 +112,7 @@ def workload(settings: Settings, sizes: Sizes) -> Workload:
         reference=reference,
         prepare=prepare,
         moved=weights + shapes.cache_bytes(model, 1, sizes.live),
-        weight=layers_weight(model),
+        size=Size(sizes.layers),
         held=held(model, cache.cache),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import memory, path, shapes
+from bench import estimates, memory, path, shapes
 from bench.comparators import DTYPES, reset
 from bench.report import Report, Settings, figure
 
@@ -22,8 +22,10 @@ def run(settings: Settings, cases: Sequence[str], layers: int | None, options: d
     report = Report("memory", settings)
     for name in cases:
         found: dict[str, dict[str, Any]] = {}
+        shape = shapes.SHAPES[name]
+        least = estimates.LIKELY * estimates.engine(shape.parameters(layers or shape.layers))
         for form in FORMS:
-            if report.fits(f"{name}, {form}", 0 if settings.small else 45):
+            if report.fits(f"{name}, {form}", 0 if settings.small else least):
                 reset()
                 try:
                     found[form] = measured(name, form, settings, layers, options or {})
@@ -34,9 +36,7 @@ def run(settings: Settings, cases: Sequence[str], layers: int | None, options: d
                 report.say(f"{name}, {form}: {said}")
         sizes = [found.get(form, {}).get("weights") for form in FORMS]
         ratio = sizes[1] / sizes[0] if all(sizes) else None  # type: ignore[operator]
-        report.add(
-            {"title": f"{name}, engine", "case": name, "layers": layers or shapes.SHAPES[name].layers, "ratio": ratio, "forms": found}
-        )
+        report.add({"title": f"{name}, engine", "case": name, "layers": layers or shape.layers, "ratio": ratio, "forms": found})
     lines = [
         (
             row["title"],

@@ -14,118 +14,19 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import plot
 from bench.report import figure
+from bench.rows import SETS, Row
 from bench.tables import best_of
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAST = 0.4  # of a row's expected seconds must be left for it to begin
+LEAST = 0.9  # of a row's expected seconds must be left for it to begin: with fewer, sides would be left out
 PATIENCE = 1.6  # times its expected seconds a row may take
 LONGEST = 170  # seconds that a side may be compiled, so that one which takes longer does not take the others' time
 SPARE = 8.0  # seconds before the end of its time by which a benchmark stops by itself
-
-# Sides that take the place of the rows' own.
-SIDES = {
-    "own": "",
-    "ours": "dsi,dsi-reduce-overhead",
-    "quick": "reduce-overhead,dsi,dsi-reduce-overhead",
-    "tuned": "reduce-overhead,dsi,dsi-max-autotune",
-    "slow": "max-autotune-no-cudagraphs,dsi",
-}
-# Seconds that a side adds, compiled for one workload of a few layers. Inductor's autotuning measures on the device.
-COMPILES = {
-    "default": 20.0,
-    "reduce-overhead": 18.0,
-    "max-autotune": 75.0,
-    "max-autotune-no-cudagraphs": 75.0,
-    "int8-recipe": 75.0,
-    "torchao": 40.0,
-    "dsi": 9.0,
-    "dsi-reduce-overhead": 6.0,
-    "dsi-laid-out": 6.0,
-    "dsi-laid-out-reduce-overhead": 6.0,
-    "dsi-int8": 12.0,
-    "dsi-int8-reduce-overhead": 10.0,
-    "dsi-max-autotune": 45.0,
-    "dsi-max-autotune-no-cudagraphs": 45.0,
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One benchmark: the words of its command, the seconds that it takes besides compiling its `sides`, and how many workloads these are
-    compiled for (0: the command has ways of its own, and `seconds` is all)."""
-
-    name: str
-    words: tuple[str, ...]
-    seconds: float
-    sides: str = ""
-    workloads: int = 0
-
-    def against(self, sides: str) -> str:
-        """The sides that it is run with, where others than its own may be asked for."""
-        return sides or self.sides if self.workloads else ""
-
-    def expected(self, sides: str = "") -> float:
-        """Seconds, with these sides instead of its own."""
-        return self.seconds + self.workloads * sum(COMPILES.get(side, 5.0) for side in self.against(sides).split(",") if side)
-
-
-MAX = "max-autotune-no-cudagraphs"
-# Captured as comparators without graphs of their own are, and by graphs of our own, as users have them: one launch a step each.
-OWN = "dsi,dsi-reduce-overhead"
-OURS = f"{OWN},dsi-int8,dsi-int8-reduce-overhead"
-LAID_OUT = "dsi-laid-out,dsi-laid-out-reduce-overhead"
-LIVE = ("--live", "128")  # tokens of a cache of 512
-SHORT = ("--cache", "64", "--live", "32")
-ROWS = (
-    Row("gpt2", ("decode", "--cases", "gpt2", *LIVE), 25, f"dsi,{LAID_OUT},reduce-overhead,{MAX}", 1),
-    Row("8b-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, f"{OURS},{MAX}", 1),
-    Row("8b-1", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, f"{OURS},int8-recipe,{MAX}", 1),
-    Row("generate-gpt2", ("generate", "--cases", "gpt2"), 90),
-    Row("gpt2-xl", ("decode", "--cases", "gpt2-xl", *LIVE), 65, f"dsi,{LAID_OUT},reduce-overhead", 1),
-    Row("1b", ("decode", "--cases", "llama-3.2-1b", *LIVE), 30, f"{OWN},reduce-overhead,{MAX}", 1),
-    Row("8b-4-8", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "4,8", *LIVE), 30, f"{OURS},{MAX}", 2),
-    Row("generate-8b", ("generate", "--cases", "llama-3-8b", "--sides", "static,dsi"), 130),
-    Row("generate-smollm2", ("generate", "--cases", "smollm2-135m", "--sides", "static,dsi"), 110),
-    Row("bert-large", ("decode", "--cases", "bert-large"), 35, f"{OWN},eager,reduce-overhead,{MAX}", 1),
-    Row("prefill-512", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "512"), 25, f"dsi,{MAX}", 1),
-    Row("prefill-2048", ("prefill", "--cases", "llama-3-8b", "--layers", "4", "--lengths", "2048"), 25, f"dsi,{MAX}", 1),
-    Row(
-        "live",
-        ("decode", "--cases", "llama-3-8b", "--batches", "16", "--layers", "4", "--cache", "4096", "--live", "512,4080"),
-        25,
-        "dsi",
-        2,
-    ),
-    Row("regions-1600", ("regions", "--widths", "1600"), 20, "dsi,dsi-reduce-overhead,eager,reduce-overhead", 1),
-    Row("regions", ("regions", "--widths", "4256,12288"), 40, "dsi,dsi-reduce-overhead,eager,reduce-overhead", 1),
-    Row("memory", ("memory", "--cases", "llama-3-8b"), 75),
-    Row("int8-rows", ("decode", "--cases", "llama-3-8b", "--layers", "4", *SHORT, "--batches", "2,32,64,128,512"), 35, "dsi,dsi-int8", 5),
-    Row("compile", ("compile", "--sides", "dsi"), 75),
-    Row("7b", ("decode", "--cases", "llama-7b", "--layers", "4", *LIVE), 25, f"{OWN},{MAX}", 1),
-    Row(
-        "gpt2-xl-12",
-        ("decode", "--cases", "gpt2-xl", "--layers", "12", *LIVE),
-        25,
-        f"dsi,{LAID_OUT},reduce-overhead,{MAX}",
-        1,
-    ),
-    Row("8b-full", ("decode", "--cases", "llama-3-8b", "--layers", "32", *LIVE), 60, f"{OURS},reduce-overhead", 1),
-    Row("repeat", ("repeat",), 100),
-    Row("sanitize", ("sanitize",), 150),
-    Row("attention", ("attention",), 60, "dsi,eager", 0),
-    Row("int8-16", ("decode", "--cases", "llama-3-8b", "--layers", "4", "--batches", "16", *LIVE), 25, "dsi,dsi-int8,int8-recipe", 1),
-    Row("torchao", ("decode", "--cases", "llama-3-8b", "--layers", "4", *LIVE), 25, "dsi,dsi-int8,torchao", 1),
-    Row("deepspeed-768", ("deepspeed", "--width", "768"), 150),
-    Row("deepspeed-1600", ("deepspeed", "--width", "1600"), 60),
-    Row("deepspeed-4096", ("deepspeed", "--width", "4096"), 60),
-    Row("compile-compared", ("compile", "--sides", f"dsi,default,{MAX}", "--layers", "4"), 330),
-)
 
 
 class Everything:
@@ -134,7 +35,7 @@ class Everything:
     def __init__(self, seconds: float, out: Path, sides: str, small: bool):
         self.out, self.small = out, small
         self.program = [sys.executable, "-m", "bench"]
-        self.sides = SIDES.get(sides, sides)
+        self.sides = SETS.get(sides, sides)
         self.ends = time.monotonic() + seconds
         self.states: list[dict[str, Any]] = []
         self.runs: list[dict[str, Any]] = []
@@ -160,7 +61,7 @@ class Everything:
     def _run(self, rows: Sequence[Row]) -> bool:
         for row in rows:
             expected = 0.0 if self.small else row.expected(self.sides)
-            if self.left < max(LEAST * expected, 1.0):
+            if self.left < (LEAST * expected + SPARE if expected else 1.0):
                 self._note(row, "skipped", 0.0, f"{self.left:.0f} s are left, and it takes {expected:.0f}")
                 continue
             self._one(row, min(self.left, PATIENCE * expected) if expected else self.left)
@@ -175,7 +76,7 @@ class Everything:
         file = self.out / "row.json"  # whole at any time, and in place, should this process be killed, too
         file.unlink(missing_ok=True)
         command = [*self.program, *row.words, "--json", str(file), "--budget", f"{max(limit - SPARE, 1):.0f}"]
-        command += ["--sides", row.against(self.sides), "--limit", str(LONGEST)] if row.workloads else []
+        command += ["--sides", row.against(self.sides), "--limit", str(LONGEST)] if row.sizes else []
         command += ["--small"] if self.small else []
         began = time.monotonic()
         state, why = "stopped", "the run was ended"
@@ -250,24 +151,3 @@ def lines_of(content: dict[str, Any]) -> list[str]:
 
 def _short(value: float | str) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)[:120]
-
-
-def chosen(names: str) -> list[Row]:
-    """The rows named, in the order in which they are named; all of them for "". Raises ValueError naming one that is unknown."""
-    known = {row.name: row for row in ROWS}
-    if not names:
-        return list(ROWS)
-    if unknown := [name for name in names.split(",") if name not in known]:
-        raise ValueError(f"unknown row {', '.join(unknown)}; known: {', '.join(known)}")
-    return [known[name] for name in names.split(",")]
-
-
-def listing(sides: str) -> None:
-    """Print the rows, the seconds that each is expected to take, and those up to its end."""
-    named, sum_ = SIDES.get(sides, sides), 0.0
-    print(f"{'row':18}{'seconds':>8}{'so far':>8}  command")
-    for row in ROWS:
-        sum_ += row.expected(named)
-        against = row.against(named)
-        words = " ".join([*row.words, *(["--sides", against] if against else [])])
-        print(f"{row.name:18}{row.expected(named):8.0f}{sum_:8.0f}  {words}")

@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import timing
-from bench.comparators import DTYPES, WIDER, Side, Workload, compare
+from bench import estimates, timing
+from bench.comparators import DTYPES, WIDER, Workload, compare
+from bench.estimates import REGION
 from bench.models import hot
 from bench.report import Report, Settings
+from bench.sides import Side
 from bench.tables import summary
 
 HEADS = {64: 4, 1600: 25, 4256: 28, 12288: 96}
@@ -87,9 +89,10 @@ def run(settings: Settings, widths: Sequence[int], context: int, only: Sequence[
     report = Report("regions", settings)
     report.measure_rates()
     dtype = DTYPES[settings.dtype or ("fp32" if settings.small else "fp16")]
+    least = estimates.REFERENCE + estimates.timing(len(settings.against))
     for width in widths:
         for name in only:
-            if report.fits(f"{name} of width {width}", 0 if settings.small else 10):
+            if report.fits(f"{name} of width {width}", 0 if settings.small else least):
                 compare(workload(name, width, context, dtype, settings.device), report)
     summary(report)
     return report
@@ -138,7 +141,7 @@ def workload(name: str, width: int, context: int, dtype: torch.dtype, device: st
         reference=reference,
         moved=moved,
         in_graph=len(modules),
-        weight=0.1,
+        size=REGION,
     )
 
 

@@ -21,12 +21,13 @@ import torch
 
 from bench import path, timing
 from bench.capture import Captured
-from bench.comparators import SIDES, reset, sentence
+from bench.comparators import reset, sentence
 from bench.compile_pool import Compiled, CompilePool, generated
 from bench.decode import workloads
 from bench.linear import COMPILING, LONGEST, Candidate
 from bench.model_step import Group, ModelStep, choices_of, fingerprint
 from bench.report import Report, Settings, figure
+from bench.sides import SIDES
 
 NOISE = 0.003  # share by which a step must be faster
 HOPELESS = 0.01  # share by which a step is slower in the first turn that ends its trial
@@ -78,7 +79,7 @@ def run(
         pool = stack.enter_context(CompilePool(name)) if torch.cuda.is_available() else None
         for case, batch, work in workloads(settings, cases, batches, layers, cache, live):
             for side in settings.against:
-                if not report.fits(f"{work.title}: {side}", 0 if settings.small else SIDES[side].seconds * work.weight):
+                if not report.fits(f"{work.title}: {side}", 0 if settings.small else SIDES[side].seconds(work.size)):
                     continue
                 row: dict[str, Any] = {"title": work.title, "case": case, "batch": batch, "side": side, "problem": "", "choices": []}
                 try:

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import path, timing
-from bench.comparators import FLOOR, SLACK, WIDER, reset
+from bench.comparators import WIDER, reset
 from bench.gpt_regions import copies_past_cache
 from bench.shapes import Shape
+from bench.sides import FLOOR, SLACK
 
 EPS = 1e-5
 SCALE = 0.5  # so that an output is no view of another: what views of one sum are returned for is that sum

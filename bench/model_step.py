@@ -14,11 +14,12 @@ from torch import Tensor
 
 from bench import path, timing
 from bench.capture import Captured, captured
-from bench.comparators import SIDES, Side, Workload, reset, rounding_error, run_checked
+from bench.comparators import Workload, reset, rounding_error, run_checked
 from bench.decode import STEPS
 from bench.kernels import kernel_events, traced
 from bench.limits import at_most
 from bench.report import Report
+from bench.sides import SIDES, Side
 from bench.timeline import Slot, slots_of
 
 REPLAYS = 3  # blocks of `STEPS` replays of which one timing is the median

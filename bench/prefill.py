@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from bench import shapes
-from bench.comparators import DTYPES, WIDER, Side, Workload, compare
-from bench.decode import Cache, layers_weight, model_of, same, token_ids
+from bench import estimates, shapes
+from bench.comparators import DTYPES, WIDER, Workload, compare
+from bench.decode import Cache, model_of, same, token_ids
+from bench.estimates import Size
 from bench.memory import held
 from bench.report import Report, Settings
+from bench.sides import Side
 from bench.tables import summary
 from bench.weights import rounded
 
@@ -24,9 +26,10 @@ def run(settings: Settings, cases: Sequence[str], batches: Sequence[int], length
     report = Report("prefill", settings)
     report.measure_rates(sorted({DTYPES[settings.dtype or shapes.SHAPES[name].dtype] for name in cases}, key=str))
     for name in cases:
+        least = estimates.building(shapes.SHAPES[name].parameters(layers)) + estimates.REFERENCE + estimates.timing(len(settings.against))
         for length in lengths:
             for batch in batches:
-                if report.fits(f"{name} b{batch}, {length} tokens", 0 if settings.small else 20):
+                if report.fits(f"{name} b{batch}, {length} tokens", 0 if settings.small else least):
                     model, title = model_of(name, settings, layers, length)
                     work = prefill(model, title, batch, length)
                     work.facts |= {"case": name, "layers": model.config.num_hidden_layers, "batch": batch}
@@ -66,6 +69,6 @@ def prefill(model: Any, title: str, batch: int, length: int) -> Workload:
         moved=shapes.weight_bytes(model) + shapes.cache_bytes(model, batch, length),
         moved_int8=shapes.int8_bytes(model) + shapes.cache_bytes(model, batch, length),
         flops=shapes.weight_flops(model, batch * length, batch) + shapes.attention_flops(config, batch, length, length, causal=True),
-        weight=layers_weight(model),
+        size=Size(config.num_hidden_layers, batch * length),
         held=held(model, cache.cache),
     )

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from bench import timing
-from bench.comparators import SIDES, reset
+from bench.comparators import reset
 from bench.decode import Cache, decoded, model_of
 from bench.report import Report, Settings
+from bench.sides import SIDES
 
 LAYERS = 2
 TOGETHER = 50  # runs between two waits for the device

@@ -85,6 +85,11 @@ class Report:
         self.skip(what, seconds)
         return False
 
+    def limit(self, rest: float) -> float | None:
+        """Seconds that what begins now may take where the budget must have `rest` of them left after it; None: any."""
+        limits = [self.settings.limit, self.settings.budget.left(rest)]
+        return min((seconds for seconds in limits if seconds is not None), default=None)
+
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row, in the file too."""
         self.rows.append(row)

@@ -26,6 +26,18 @@ class Shape:
     tied: bool = False
     timed: int = 0  # 0: all
 
+    @property
+    def timed_layers(self) -> int:
+        """Layers that are benchmarked where nothing else is asked for."""
+        return self.timed or self.layers
+
+    def parameters(self, layers: int | None = None) -> int:
+        """Entries of all matrices of a model of so many layers (left out: those that are timed)."""
+        kv = self.width // self.heads * (self.kv_heads or self.heads)
+        llama = self.family == "llama"
+        layer = 2 * self.width * (self.width + kv) + (3 if llama else 2) * self.width * self.inner
+        return (layers or self.timed_layers) * layer + (2 if llama and not self.tied else 1) * self.vocab * self.width
+
     def config(self, layers: int, positions: int) -> Any:
         """The configuration for transformers."""
         import transformers as T

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from bench import timing
-from bench.comparators import SIDES, Side, Workload, reset, sentence
+from bench.comparators import Workload, reset, sentence
 from bench.decode import STEPS, workloads
 from bench.kernels import kernel_events, traced
 from bench.limits import at_most
 from bench.report import Report, Settings, figure
+from bench.sides import SIDES, Side
 
 REPLAYS = STEPS  # that are traced, as many as the cache has room for; the first one warms up, the last one has no successor
 
@@ -76,7 +77,7 @@ def run(
     report.measure_rates()
     for name, batch, work in workloads(settings, cases, batches, layers, cache, live):
         for side in settings.against:
-            if report.fits(f"{work.title}: {side}", SIDES[side].seconds * work.weight if not settings.small else 0):
+            if report.fits(f"{work.title}: {side}", SIDES[side].seconds(work.size) if not settings.small else 0):
                 report.add(_row(work, SIDES[side], report) | {"case": name, "batch": batch})
     return report
 

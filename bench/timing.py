@@ -35,6 +35,10 @@ class Budget:
         """Whether so many more seconds are left."""
         return self.seconds is None or self.spent + seconds <= self.seconds
 
+    def left(self, rest: float) -> float | None:
+        """Seconds that are left but for `rest`, one at least; None where there is no end."""
+        return None if self.seconds is None else max(self.seconds - rest - self.spent, 1.0)
+
 
 def synchronize() -> None:
     """Wait for the device, where there is one."""

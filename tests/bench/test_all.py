@@ -9,10 +9,12 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from bench import compile_time, everything, plot
+from bench import compile_time, estimates, everything, plot, rows
 from bench.__main__ import app
-from bench.comparators import sides_of
-from bench.everything import Everything, Row
+from bench.estimates import Size
+from bench.everything import Everything
+from bench.rows import Row
+from bench.sides import SIDES, sides_of
 
 
 def run(*words):
@@ -54,8 +56,8 @@ def ran(monkeypatch):
 def test_one_that_fails_loses_no_other(ran, tmp_path, capsys):
     commands, ends = ran
     ends["prefill"] = (("failed", "exit status 1: no such kernel"), None)
-    rows = [Row("a", ("prefill",), 10, "dsi", 1), Row("b", ("decode",), 10, "dsi", 1), Row("c", ("repeat",), 10)]
-    assert not Everything(1000, tmp_path, "quick", small=False).run(rows)
+    listed = [Row("a", ("prefill",), 10, "dsi", (Size(4),)), Row("b", ("decode",), 10, "dsi", (Size(4),)), Row("c", ("repeat",), 10)]
+    assert not Everything(1000, tmp_path, "quick", small=False).run(listed)
     found = json.loads((tmp_path / "results.json").read_text())
     assert [state["state"] for state in found["states"]] == ["failed", "ok", "ok"]
     assert [run["row"] for run in found["runs"]] == ["b", "c"] and found["runs"][0]["machine"]["device"] == "a <chip>"
@@ -63,12 +65,12 @@ def test_one_that_fails_loses_no_other(ran, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "no such kernel" in printed and "8.00 x" in printed and "roofline 0.50" in printed
     assert [("--sides" in command) for command, _ in commands] == [True, True, False]
-    assert commands[0][0][commands[0][0].index("--sides") + 1] == everything.SIDES["quick"]
+    assert commands[0][0][commands[0][0].index("--sides") + 1] == rows.SETS["quick"]
 
 
 def test_rows_have_sides_of_their_own(ran, tmp_path):
     commands, _ = ran
-    Everything(1000, tmp_path, "own", small=False).run([Row("b", ("decode",), 10, "dsi,torchao", 1)])
+    Everything(1000, tmp_path, "own", small=False).run([Row("b", ("decode",), 10, "dsi,torchao", (Size(4),))])
     ((command, _),) = commands
     assert command[command.index("--sides") + 1] == "dsi,torchao"
 
@@ -77,7 +79,7 @@ def test_a_row_of_which_a_part_failed_is_incomplete(ran, tmp_path):
     _, ends = ran
     broken = {"title": "b512", "sides": {}, "problem": "OutOfMemoryError: 3 GB"}
     ends["decode"] = (("ok", ""), {"machine": {}, "rows": [broken], "skipped": ["b1024"]})
-    assert not Everything(1000, tmp_path, "own", small=False).run([Row("b", ("decode",), 10, "dsi", 1)])
+    assert not Everything(1000, tmp_path, "own", small=False).run([Row("b", ("decode",), 10, "dsi", (Size(4),))])
     (state,) = json.loads((tmp_path / "results.json").read_text())["states"]
     assert state["state"] == "incomplete" and "b512: OutOfMemoryError" in state["why"] and "b1024" in state["why"]
 
@@ -117,7 +119,7 @@ def test_rows_that_abort_hang_or_fault_leave_the_others_and_what_they_had(tmp_pa
 
 def test_a_run_that_is_told_to_end_ends_its_row_and_keeps_what_it_had(tmp_path):
     program = (
-        "import sys\nfrom pathlib import Path\nfrom bench.everything import Everything, Row\n"
+        "import sys\nfrom pathlib import Path\nfrom bench.everything import Everything\nfrom bench.rows import Row\n"
         "run = Everything(60, Path(sys.argv[1]), 'own', small=False)\nrun.program = [sys.executable, '-c', sys.argv[2]]\n"
         "run.run([Row('fine', ('fine',), 5.0), Row('hang', ('hang',), 30.0), Row('late', ('fine',), 5.0)])"
     )
@@ -145,18 +147,20 @@ def test_what_is_left_when_the_time_is_over_is_named(tmp_path):
 
 def test_what_does_not_fit_the_time_is_skipped(ran, tmp_path):
     commands, _ = ran
-    rows = [Row("long", ("decode",), 500), Row("short", ("decode",), 20)]  # neither has sides
-    assert not Everything(100, tmp_path, "quick", small=False).run(rows)
+    listed = [Row("long", ("decode",), 500), Row("short", ("decode",), 20)]  # neither has sides
+    assert not Everything(100, tmp_path, "quick", small=False).run(listed)
     states = json.loads((tmp_path / "results.json").read_text())["states"]
     assert [state["state"] for state in states] == ["skipped", "ok"]
     ((command, limit),) = commands
     assert limit == pytest.approx(20 * everything.PATIENCE, abs=1) and float(command[command.index("--budget") + 1]) < limit
 
 
-def test_sides_that_compile_long_are_counted():
-    row, known = Row("8b", ("decode",), 60, "dsi", 4), everything.COMPILES
-    assert row.expected() == 60 + 4 * known["dsi"]
-    assert row.expected("max-autotune,dsi") == 60 + 4 * (known["max-autotune"] + known["dsi"])
+def test_sides_that_compile_long_are_counted_in_every_workload():
+    sizes = (Size(4, 1), Size(4, 512))
+    row, rest = Row("8b", ("decode",), 60, "dsi", sizes), 2 * (estimates.REFERENCE + estimates.timing(2))
+    seconds = {side: sum(SIDES[side].seconds(size) for size in sizes) for side in ("dsi", "max-autotune")}
+    assert row.expected() == pytest.approx(60 + seconds["dsi"] + 2 * (estimates.REFERENCE + estimates.timing(1)))
+    assert row.expected("max-autotune,dsi") == pytest.approx(60 + sum(seconds.values()) + rest)
     assert Row("repeat", ("repeat",), 60).expected("max-autotune") == 60
 
 
@@ -175,13 +179,13 @@ def test_every_row_is_a_command_that_is_understood(tmp_path):
     from typer.main import get_command
 
     group = get_command(app)
-    for row in everything.ROWS:
+    for row in rows.ROWS:
         command = group.commands[row.words[0]]
         more = ["--json", str(tmp_path / "x"), "--budget", "5", "--small"]
-        more += ["--sides", row.sides, "--limit", "9"] if row.workloads else []
+        more += ["--sides", row.sides, "--limit", "9"] if row.sizes else []
         command.make_context(row.words[0], [*row.words[1:], *more])  # raises where an option is unknown
         assert not row.sides or sides_of(row.sides)
-    names = [row.name for row in everything.ROWS]
+    names = [row.name for row in rows.ROWS]
     assert len(names) == len(set(names))
 
 

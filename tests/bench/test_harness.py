@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from bench import attention, comparators, compile_pool, decode, gpt_regions, linear, linear_forms, shapes, tables, timing
 from bench.__main__ import app
-from bench.comparators import Side, Workload, compare
+from bench.comparators import Workload, compare
+from bench.estimates import EAGER
 from bench.report import Report, Settings
+from bench.sides import SIDES, Side
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -150,7 +152,7 @@ def test_what_does_not_fit_the_budget_is_skipped_and_said(tmp_path, capsys):
     report = Report("test", settings)
     comparators._measured.clear()
     x = torch.ones(4)
-    compare(Workload("ones", {}, torch.float32, lambda side: [lambda: x * 1], lambda: x.double()[None], weight=1.0), report)
+    compare(Workload("ones", {}, torch.float32, lambda side: [lambda: x * 1], lambda: x.double()[None]), report)
     assert report.skipped == ["ones: max-autotune"] and "max-autotune" not in report.rows[0]["sides"]
     assert "skipped" in capsys.readouterr().out
     assert json.loads((tmp_path / "r.json").read_text())["skipped"] == ["ones: max-autotune"]
@@ -169,7 +171,7 @@ def test_blocks_of_sides_take_turns_and_each_begins_prepared():
 def test_a_rewound_cache_gives_the_same_step_again():
     model = shapes.build(shapes.SHAPES["llama-3-8b"].small(), 2, 32, torch.float32, "cpu")
     work = decode.decode(model, "toy", 2, 32, 7)
-    calls = work.compile_for(comparators.SIDES["eager"])
+    calls = work.compile_for(SIDES["eager"])
     with torch.no_grad():
         first = comparators.run_checked(work, calls)
         second = comparators.run_checked(work, calls)
@@ -204,12 +206,13 @@ def test_shapes_have_the_sizes_of_the_models_they_are_named_for(name, billions):
 
         model = AutoModelForCausalLM.from_config(shape.config(shape.layers, 1024))
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert shape.parameters(shape.layers) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_all_copies_of_a_region_share_what_was_compiled():
     from torch._dynamo.utils import counters
 
-    side = Side("traced", "aot_eager", None, True, 1.0)
+    side = Side("traced", "aot_eager", None, True, EAGER)
     for name in ("qkv", "attention", "mlp_in", "mlp_out"):
         torch._dynamo.reset()
         counters.clear()

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from bench import comparators, decode, engine_memory, shapes, tables, timing, weights
-from bench.comparators import SIDES, Workload, compare
+from bench.comparators import Workload, compare
 from bench.report import Report, Settings
+from bench.sides import SIDES
 
 
 def model(name="llama-3-8b"):
