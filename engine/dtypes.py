@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dsi.quantize.modules import QuantisedEmbedding, QuantisedLinear
 from torch import Tensor, nn
 
 from .errors import ConfigError
@@ -84,8 +85,11 @@ class _Cast:
             if parameter is not None:
                 self.parameter(parameter, prefix + name, rules)
         for name, buffer in part._buffers.items():
-            if buffer is not None and (rules is None or name not in part._non_persistent_buffers_set):
+            scales = isinstance(part, QuantisedLinear) and name == "scales"  # in their own dtype, whatever the model's is
+            if buffer is not None and not scales and (rules is None or name not in part._non_persistent_buffers_set):
                 part._buffers[name] = self.buffer(buffer, prefix + name, rules)
+        if isinstance(part, QuantisedEmbedding):
+            part.dtype = self.target(f"{prefix}weight", rules)
         for name, child in part.named_children():
             self.walk(child, f"{prefix}{name}.", rules)
 

@@ -11,6 +11,9 @@ from dsi.ir.errors import DsiError
 GROUP_SIZES = (32, 64, 128, 256)
 """Entries along K that may share a scale: whole tiles of a kernel."""
 
+SCALES = (torch.float32, torch.float16)
+"""What scales may be."""
+
 SMALLEST_GROUP = 8  # fewer entries along K with one scale: the scales would weigh half as much as the weight
 
 
@@ -90,7 +93,7 @@ class Format:
     scales: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if self.scales not in (torch.float32, torch.float16):
+        if self.scales not in SCALES:
             raise DsiError(f"scales are torch.float32 or torch.float16, not {self.scales}")
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from dsi.ir.errors import DsiError
+from dsi.ir.quantised_ops import ACTIVATIONS
 from torch import Tensor, nn
 
 from .feeds import mlp_weights
@@ -18,6 +19,15 @@ from .int8 import quantise
 from .modules import QuantisedEmbedding, QuantisedLinear
 
 Tied = Literal["head", "both", "keep"]
+
+# What torch calls around a module's forward. The dictionaries themselves move, so that the handles of hooks stay good.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 class Place(NamedTuple):
@@ -49,46 +59,60 @@ def quantise_model(
     one int8 table with a scale a row serves both. "keep": both stay as they are.
     `activations="int8"`: rows of their inputs are rounded to int8, too, except for the head that `model.get_output_embeddings()` names.
 
-    Raises `DsiError` for a weight that is not finite (by name), for `groups` beside another grouping than rows, and for a table that "both"
-    cannot replace; nothing is replaced then.
+    Hooks of a linear move along. A linear that is something else besides (its forward was replaced, its weight is computed, its class is
+    another) stays as it is, and a warning says which and why.
+
+    Raises `DsiError` for a weight that is not finite (by name) or not there (on the meta device), for `groups` beside another grouping than
+    rows, and for a table that "both" cannot replace; nothing is replaced then.
     """
-    form = _form(format, groups, mlp_extra_grouping)
+    if not isinstance(model, nn.Module):
+        raise DsiError(f"quantise_model takes a torch.nn.Module, and was given a {type(model).__name__}")
+    form, skip = _form(format, groups, mlp_extra_grouping), _patterns(skip)
     if tied not in ("head", "both", "keep"):
         raise DsiError(f"tied is 'head', 'both' or 'keep', not {tied!r}")
+    if activations not in ACTIVATIONS:
+        raise DsiError(f"activations is one of {', '.join(map(repr, ACTIVATIONS))}, not {activations!r}")
     near = mlp_weights(model, example) if mlp_extra_grouping else set()
     linears = _linears(model)
     tables = _tables(model)
     wanted = {module: places for module, places in linears.items() if not _skipped(places, skip)}
+    others = {places[0].name: why for module, places in wanted.items() if (why := _why_left(module)) is not None}
+    wanted = {module: places for module, places in wanted.items() if places[0].name not in others}
     unused = [p for p in skip if not any(_matches(places, p) for places in linears.values())]
     if unused:
         warnings.warn(f"dsi: skip: no linear is called {', '.join(map(repr, unused))}", stacklevel=2)
     _check(wanted, tables, tied)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    shared: dict[int, QuantisedLinear] = {}
+    shared: dict[tuple[int, bool], QuantisedLinear] = {}
     coarse: list[str] = []
     for module, places in wanted.items():
         weight: Tensor = module.weight
         table = tables.get(id(weight))
         if table is not None and tied == "keep":
             continue
-        if id(weight) not in shared:
+        key = id(weight), _is_conv1d(module)
+        rows = "" if module is head else activations
+        if key not in shared:
             mine = _fitting(form.grouping.doubled() if id(weight) in near else form.grouping, module, places[0].name, coarse)
             if table is not None and tied == "both":
                 mine = ROW
             found = quantise(weight, Format(mine, form.scales), kn=_is_conv1d(module), name=f"{places[0].name}.weight")
-            rows = "" if module is head else activations
-            new = shared[id(weight)] = QuantisedLinear(found, module.bias, form=Format(mine, form.scales), activations=rows)
+            new = shared[key] = QuantisedLinear(found, module.bias, form=Format(mine, form.scales), activations=rows)
             if table is not None and tied == "both":
                 _replace_tables(table, new, weight.dtype)
         else:  # layers that share a weight share its int8
-            first = shared[id(weight)]
-            new = QuantisedLinear(first.quantised, module.bias, form=first.form, activations=first.activations)
+            first = shared[key]
+            new = QuantisedLinear(first.quantised, module.bias, form=first.form, activations=rows)
+        for hooks in _HOOKS:
+            setattr(new, hooks, getattr(module, hooks))
         for place in places:
             setattr(place.parent, place.attribute, new.train(module.training))
             if isinstance(place.parent, nn.TransformerEncoderLayer):
                 place.parent.activation_relu_or_gelu = 0  # its fast path reads weights past the modules that hold them
         module.weight = None  # freed here, if nothing else holds it
         del weight
+    if others:
+        warnings.warn(f"dsi: stay as they are: {'; '.join(f'{name} ({why})' for name, why in others.items())}", stacklevel=2)
     if coarse:
         warnings.warn(f"dsi: a scale a row instead of flat groups, which would cut rows irregularly: {', '.join(coarse)}", stacklevel=2)
     return model
@@ -97,14 +121,40 @@ def quantise_model(
 def _check(wanted: dict[Any, list[Place]], tables: dict[int, list[tuple[nn.Embedding, Place]]], tied: Tied) -> None:
     """What cannot be done is said before anything is replaced."""
     for module, places in wanted.items():
-        if not bool(torch.isfinite(module.weight).all()):
+        if module.weight.is_meta:
+            raise DsiError(f"{places[0].name}.weight is on the meta device, which holds no numbers: load the model's weights first")
+        if not bool(torch.stack(torch.aminmax(module.weight.detach())).float().isfinite().all()):
             raise DsiError(f"{places[0].name}.weight holds nan or infinite entries, which int8 cannot stand for: skip it, or repair it")
         for table, place in tables.get(id(module.weight), ()) if tied == "both" else ():
-            if type(table) is not nn.Embedding or table.max_norm is not None:
+            if type(table) is not nn.Embedding or table.max_norm is not None or _is_conv1d(module):
                 raise DsiError(f"{place.name} is a {type(table).__name__} that does more than look up rows: tied='head' leaves it as it is")
 
 
+def _why_left(module: Any) -> str | None:
+    """Why a linear is not replaced although nobody skipped it: it is more than the product of x and a weight that lies there."""
+    if type(module) is not nn.Linear and not _is_conv1d(module):
+        return f"a {type(module).__name__}, which may do more than a linear"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed, no parameter of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    if not weight.is_floating_point() or weight.itemsize == 1:
+        return f"its dtype is {str(weight.dtype).removeprefix('torch.')}"
+    return None if weight.numel() else "it has no entries"
+
+
+def _patterns(skip: Sequence[str]) -> Sequence[str]:
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    for pattern in skip:
+        if not isinstance(pattern, str):
+            raise DsiError(f"skip: {pattern!r} is no name of a weight or module, nor a pattern of such")
+    return skip
+
+
 def _form(form: Format, groups: int | None, mlp_extra_grouping: bool) -> Format:
+    if not isinstance(form, Format):
+        raise DsiError(f"format is a dsi.quantize.Format, such as Format(Grouping('inner', 128)), not {form!r}")
     if groups is not None and form.grouping not in (ROW, Grouping("flat", groups)):
         raise DsiError(f"groups = {groups} and the format's {form.grouping} are two ways to group a weight; give one of them")
     form = Format(Grouping("flat", groups), form.scales) if groups is not None else form
@@ -123,7 +173,7 @@ def _linears(model: nn.Module) -> dict[Any, list[Place]]:
     found: dict[Any, list[Place]] = {}
     for name, parent in model.named_modules(remove_duplicate=False):
         for attribute, child in parent._modules.items():
-            if type(child) is nn.Linear or (child is not None and _is_conv1d(child)):
+            if (isinstance(child, nn.Linear) and type(child) is not nn.modules.linear.NonDynamicallyQuantizableLinear) or _is_conv1d(child):
                 found.setdefault(child, []).append(Place(parent, attribute, f"{name}.{attribute}" if name else attribute))
     if not found and type(model) is nn.Linear:
         raise DsiError("quantise_model replaces the linears inside a model; this model is a linear itself: use QuantisedLinear.of(...)")

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dsi.ir.quantised_ops import linear_int8
+from dsi.ir.errors import DsiError
+from dsi.ir.quantised_ops import ACTIVATIONS, linear_int8
 from torch import Tensor, nn
 
-from .formats import INT8, Format
+from .formats import INT8, SCALES, Format
 from .int8 import Quantised, quantise
 
 
@@ -25,6 +26,8 @@ class QuantisedLinear(nn.Module):
 
     def __init__(self, quantised: Quantised, bias: Tensor | None = None, *, form: Format = INT8, activations: str = ""):
         super().__init__()
+        if activations not in ACTIVATIONS:
+            raise DsiError(f"activations is one of {', '.join(map(repr, ACTIVATIONS))}, not {activations!r}")
         self.out_features, self.in_features = quantised.weight.shape
         self.group, self.form, self.activations = quantised.group, form, activations
         self.register_buffer("weight", quantised.weight)
@@ -46,7 +49,12 @@ class QuantisedLinear(nn.Module):
         return cls(quantise(weight, form, kn=kn, name=name), bias, form=form, activations=activations)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], in x's dtype."""
+        """x [..., in_features] -> [..., out_features], in x's dtype. Raises `DsiError` for an x that is not floating-point."""
+        if not x.is_floating_point():  # from a model that casts x to the dtype of the weight: its numbers are lost
+            raise DsiError(
+                f"{self} was given {str(x.dtype).removeprefix('torch.')}: the model casts what it hands to this linear to the dtype of its "
+                "weight, which is int8 now; leave it floating-point by its name: quantise_model(model, skip=[...])"
+            )
         return linear_int8(x, self.weight, self.scales, self.bias, group=self.group, activations=self.activations)
 
     @property
@@ -61,6 +69,19 @@ class QuantisedLinear(nn.Module):
         if self.scales.dtype != before.dtype:
             self.scales = before.to(self.scales.device)
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        # Copying would truncate floats to int8, and round scales to the dtype of those that are here.
+        weight, scales = (state_dict.get(prefix + name) for name in ("weight", "scales"))
+        if isinstance(weight, Tensor) and weight.dtype != torch.int8:
+            args[-1].append(
+                f"{prefix}weight is {str(weight.dtype).removeprefix('torch.')} in the state dict and int8 in the model: load it before the "
+                "model is quantised"
+            )
+            return
+        if isinstance(scales, Tensor) and scales.dtype != self.scales.dtype and scales.dtype in SCALES:
+            self.scales = self.scales.to(scales.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         rounded = ", int8 activations" if self.activations else ""

@@ -8,7 +8,7 @@ from dsi.engine import quantised
 from dsi.engine.dtypes import cast
 from torch import nn
 
-from dsi import ConfigError, init_inference
+from dsi import ConfigError, init_inference, quantise_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -154,3 +154,15 @@ def test_what_is_made_in_inference_mode_is_like_any_other(dtype):
     assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(torch.equal(tensors[name].cpu(), tensor) for name, tensor in other.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_rounds_no_scales_of_a_quantised_model(dtype):
+    model = zoo.decoder("llama_tied")
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(1e-5)  # scales that fp16 does not hold
+    quantise_model(model, tied="both")
+    scales = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("scales")}
+    init_inference(model, dtype=dtype)
+    now = dict(model.named_buffers())
+    assert scales and all(torch.equal(now[name], before) for name, before in scales.items())
+    assert model.model.embed_tokens(torch.tensor([3])).dtype == dtype
