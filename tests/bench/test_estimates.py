@@ -107,8 +107,8 @@ def test_all_sides_of_a_row_run_within_its_budget(report_of, capsys, row, late):
 
 
 def test_a_side_that_takes_more_than_is_left_is_broken_off_and_the_others_are_timed(monkeypatch):
-    monkeypatch.setattr(comparators, "_measured", {"default": 0.0})  # so that it is begun
-    report = Report("test", Settings(("eager", "default"), 1, budget=Clock(estimates.timing(2) + 1.0)))
+    monkeypatch.setattr(comparators, "_measured", {"eager": 0.0, "default": 0.0})  # so that both are begun
+    report = Report("test", Settings(("eager", "default"), 1, budget=Clock(estimates.timing(2) + 2.0)))
     ones = torch.ones(2)
 
     def compile_for(side):
