@@ -19,12 +19,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .formats import Format, Grouping
-from .int8 import Quantised
+from .conv1d import is_conv1d
+from .header import Header, Linear, Table
 from .modules import QuantisedEmbedding, QuantisedLinear
 
-FORMAT = "dsi quantised model"
-VERSION = 1
+_CODES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL", torch.uint8: "U8"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+}
+_FLOATS = {"F64", "F32", "F16", "BF16"}
 _KEY = "dsi"  # one entry, as the order of several is not kept
 
 
@@ -47,22 +50,17 @@ def save_quantised(model: nn.Module, path: str | os.PathLike[str]) -> None:
         else:
             first[place] = name
             tensors[name] = tensor.detach().contiguous()
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "linears": {name: _describe(m) for name, m in modules.items() if isinstance(m, QuantisedLinear)},
-        "tables": {
-            name: {"head": names[m.head], "dtype": _short(m.dtype), "padding_idx": m.padding_idx}
-            for name, m in modules.items()
-            if isinstance(m, QuantisedEmbedding)
-        },
-        "aliases": aliases,
-    }
+    header = Header(
+        linears={name: Linear.of(m) for name, m in modules.items() if isinstance(m, QuantisedLinear)},
+        tables={name: Table.of(m, names[m.head]) for name, m in modules.items() if isinstance(m, QuantisedEmbedding)},
+        aliases=aliases,
+    )
+    text = json.dumps(header.model_dump(by_alias=True), sort_keys=True)
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
-        save_file(_apart(tensors), temporary, metadata={_KEY: json.dumps(header, sort_keys=True)})
+        save_file(_apart(tensors), temporary, metadata={_KEY: text})
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
@@ -83,20 +81,25 @@ def load_quantised(
     """
     header = _header(path)
     if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise DsiError(f"load_quantised takes a module or a function that makes one, and was given a {type(model).__name__}")
         with torch.device("meta"):
-            model = model()
+            made = model()
+        if not isinstance(made, nn.Module):
+            raise DsiError(f"the function that was given to load_quantised returned a {type(made).__name__}, no torch.nn.Module")
+        model = made
     with safe_open(str(path), framework="pt", device=str(device)) as file:
         stored = set(file.keys())
         _check(model, header, stored, file, path)
-        for name, described in header["linears"].items():
-            _replace(model, name, _linear(described))
-        for name, described in header["tables"].items():
-            head = model.get_submodule(described["head"])
-            assert isinstance(head, QuantisedLinear)
-            _replace(model, name, QuantisedEmbedding(head, getattr(torch, described["dtype"]), padding_idx=described["padding_idx"]))
-        made = {name: _assign(model, name, file.get_tensor(name)) for name in sorted(stored)}
-        for name, of in header["aliases"].items():
-            _assign(model, name, made[of])
+        for name, linear in header.linears.items():
+            _replace(model, name, linear.made())
+        for name, table in header.tables.items():
+            head = model.get_submodule(table.head)
+            assert isinstance(head, QuantisedLinear)  # `_check` has seen it among the linears
+            _replace(model, name, table.made(head))
+        values = {name: _assign(model, name, file.get_tensor(name)) for name in sorted(stored)}
+        for name, of in header.aliases.items():
+            _assign(model, name, values[of])
     left = [name for name, tensor in _everything(model) if tensor.is_meta]
     if left:
         raise DsiError(f"{path} has no numbers for {', '.join(left[:5])}: give load_quantised a model that is not on the meta device")
@@ -124,24 +127,6 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _describe(module: QuantisedLinear) -> dict[str, Any]:
-    return {
-        "shape": [module.out_features, module.in_features],
-        "scales": [*module.scales.shape],
-        "group": module.group,
-        "grouping": module.form.grouping.kind,
-        "size": module.form.grouping.size,
-        "scale dtype": _short(module.form.scales),
-        "stored scale dtype": _short(module.scales.dtype),
-        "bias": None if module.bias is None else _short(module.bias.dtype),
-        "activations": module.activations,
-    }
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -151,7 +136,7 @@ def _umask() -> int:
 # ----------------------------------------------------------------------------------------------------------------------- reading
 
 
-def _header(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _header(path: str | os.PathLike[str]) -> Header:
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
@@ -163,52 +148,60 @@ def _header(path: str | os.PathLike[str]) -> dict[str, Any]:
         header = json.loads(metadata.get(_KEY, "null"))
     except ValueError:
         header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise DsiError(f"{path} holds no quantised model: it was not written by save_quantised")
-    if header.get("version") != VERSION:
-        raise DsiError(
-            f"{path} has version {header.get('version')} of the format, and this dsi reads version {VERSION}: quantise the model again "
-            "and save it with this version"
-        )
-    return header
+    return Header.read(header, path)
 
 
-def _linear(described: dict[str, Any]) -> QuantisedLinear:
-    n, k = described["shape"]
-    with torch.device("meta"):
-        empty = Quantised(
-            torch.empty(n, k, dtype=torch.int8),
-            torch.empty(described["scales"], dtype=getattr(torch, described["stored scale dtype"])),
-            described["group"],
-        )
-        bias = None if described["bias"] is None else torch.empty(n, dtype=getattr(torch, described["bias"]))
-    form = Format(Grouping(described["grouping"], described["size"]), getattr(torch, described["scale dtype"]))
-    return QuantisedLinear(empty, bias, form=form, activations=described["activations"])
-
-
-def _check(model: nn.Module, header: dict[str, Any], stored: set[str], file: Any, path: Any) -> None:
+def _check(model: nn.Module, header: Header, stored: set[str], file: Any, path: Any) -> None:
     """Everything that could go wrong, before the model is touched."""
+    other = f"{path} holds another model"
     modules = dict(model.named_modules(remove_duplicate=False))
-    missing = [name for name in (*header["linears"], *header["tables"]) if name not in modules]
-    if missing:
-        raise DsiError(f"{path} holds another model: {type(model).__name__} has no module {', '.join(missing[:5])}")
-    replaced = {f"{name}.{part}" for name in header["linears"] for part in ("weight", "scales", "bias")}
-    replaced |= {f"{name}.weight" for name in header["tables"]}
-    wanted = {name: [*tensor.shape] for name, tensor in _tensors(model).items() if name not in replaced}
-    for name, described in header["linears"].items():
-        shape = getattr(modules[name], "weight", torch.empty(0)).shape
-        if sorted(shape) != sorted(described["shape"]):
-            raise DsiError(f"{path} holds another model: {name}.weight is {described['shape']} there and {list(shape)} in the model")
-        wanted |= {f"{name}.{part}": [*tensor.shape] for part, tensor in _tensors(_linear(described)).items()}
-    there = {name: name for name in stored} | header["aliases"]
-    if gone := sorted(wanted.keys() - there.keys()):
-        raise DsiError(f"{path} holds another model: it has no {', '.join(gone[:5])}")
-    if extra := sorted(there.keys() - wanted.keys()):
-        raise DsiError(f"{path} holds another model: {type(model).__name__} has no {', '.join(extra[:5])}")
-    for name, size in wanted.items():
-        shape = file.get_slice(there[name]).get_shape()
-        if size != [*shape]:
-            raise DsiError(f"{path} holds another model: {name} is {[*shape]} there and {size} in the model")
+    if missing := [name for name in (*header.linears, *header.tables) if name not in modules]:
+        raise DsiError(f"{other}: {type(model).__name__} has no module {', '.join(missing[:5])}")
+    replaced = {f"{name}.{part}" for name in header.linears for part in ("weight", "scales", "bias")}
+    replaced |= {f"{name}.weight" for name in header.tables}
+    # A model may have been cast before it was quantised: of what stays, any floating-point dtype fits any other.
+    wanted = {name: ([*tensor.shape], _codes(tensor.dtype)) for name, tensor in _tensors(model).items() if name not in replaced}
+    for name, linear in header.linears.items():
+        if (shape := _sizes(modules[name])) != linear.shape:
+            raise DsiError(f"{other}: {name}.weight is {linear.shape} there and {shape} in the model")
+        if (getattr(modules[name], "bias", None) is None) != (linear.bias is None):
+            there, here = ("no", "one") if linear.bias is None else ("a", "none")
+            raise DsiError(f"{other}: {name} has {there} bias there, and {here} in the model")
+        made = _tensors(linear.made())
+        wanted |= {f"{name}.{part}": ([*tensor.shape], {_CODES[tensor.dtype]}) for part, tensor in made.items()}
+    for name, table in header.tables.items():
+        if (shape := _sizes(modules[name])) != header.linears[table.head].shape:
+            raise DsiError(f"{other}: the table {name} is {header.linears[table.head].shape} there and {shape} in the model")
+    place = {name: name for name in stored} | header.aliases
+    if lost := sorted(set(header.aliases.values()) - stored):
+        raise DsiError(f"{path} is damaged: it has no {', '.join(lost[:5])}, which stands for another tensor, too")
+    if gone := sorted(wanted.keys() - place.keys()):
+        raise DsiError(f"{other}: it has no {', '.join(gone[:5])}")
+    if extra := sorted(place.keys() - wanted.keys()):
+        raise DsiError(f"{other}: {type(model).__name__} has no {', '.join(extra[:5])}")
+    for name, (size, codes) in wanted.items():
+        found = file.get_slice(place[name])
+        if size != [*found.get_shape()]:
+            raise DsiError(f"{other}: {name} is {[*found.get_shape()]} there and {size} in the model")
+        if codes and found.get_dtype() not in codes:
+            raise DsiError(f"{other}, or is damaged: {name} is {found.get_dtype()} there, not {' or '.join(sorted(codes))}")
+
+
+def _codes(dtype: torch.dtype) -> set[str]:
+    """What safetensors may call the dtype of a tensor that takes the place of one of `dtype`; empty: anything."""
+    code = _CODES.get(dtype)
+    return _FLOATS if code in _FLOATS else {code} if code else set()
+
+
+def _sizes(module: nn.Module) -> list[int] | None:
+    """Entries [N, K] of a linear or a table; None for any other module."""
+    if isinstance(module, QuantisedLinear):
+        return [module.out_features, module.in_features]
+    if isinstance(module, (nn.Embedding, QuantisedEmbedding)):
+        return [module.num_embeddings, module.embedding_dim]
+    if isinstance(module, nn.Linear):
+        return [*module.weight.shape]
+    return [*module.weight.shape[::-1]] if is_conv1d(module) else None  # type: ignore[union-attr, index]
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ from dsi.ir.errors import DsiError
 from dsi.ir.quantised_ops import ACTIVATIONS
 from torch import Tensor, nn
 
+from .conv1d import is_conv1d
 from .feeds import mlp_weights
 from .formats import INT8, ROW, Format, Grouping
 from .int8 import quantise
@@ -90,13 +90,13 @@ def quantise_model(
         table = tables.get(id(weight))
         if table is not None and tied == "keep":
             continue
-        key = id(weight), _is_conv1d(module)
+        key = id(weight), is_conv1d(module)
         rows = "" if module is head else activations
         if key not in shared:
             mine = _fitting(form.grouping.doubled() if id(weight) in near else form.grouping, module, places[0].name, coarse)
             if table is not None and tied == "both":
                 mine = ROW
-            found = quantise(weight, Format(mine, form.scales), kn=_is_conv1d(module), name=f"{places[0].name}.weight")
+            found = quantise(weight, Format(mine, form.scales), kn=is_conv1d(module), name=f"{places[0].name}.weight")
             new = shared[key] = QuantisedLinear(found, module.bias, form=Format(mine, form.scales), activations=rows)
             if table is not None and tied == "both":
                 _replace_tables(table, new, weight.dtype)
@@ -126,13 +126,13 @@ def _check(wanted: dict[Any, list[Place]], tables: dict[int, list[tuple[nn.Embed
         if not bool(torch.stack(torch.aminmax(module.weight.detach())).float().isfinite().all()):
             raise DsiError(f"{places[0].name}.weight holds nan or infinite entries, which int8 cannot stand for: skip it, or repair it")
         for table, place in tables.get(id(module.weight), ()) if tied == "both" else ():
-            if type(table) is not nn.Embedding or table.max_norm is not None or _is_conv1d(module):
+            if type(table) is not nn.Embedding or table.max_norm is not None or is_conv1d(module):
                 raise DsiError(f"{place.name} is a {type(table).__name__} that does more than look up rows: tied='head' leaves it as it is")
 
 
 def _why_left(module: Any) -> str | None:
     """Why a linear is not replaced although nobody skipped it: it is more than the product of x and a weight that lies there."""
-    if type(module) is not nn.Linear and not _is_conv1d(module):
+    if type(module) is not nn.Linear and not is_conv1d(module):
         return f"a {type(module).__name__}, which may do more than a linear"
     weight = module._parameters.get("weight")
     if weight is None:
@@ -163,17 +163,12 @@ def _form(form: Format, groups: int | None, mlp_extra_grouping: bool) -> Format:
     return form
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    utils = sys.modules.get("transformers.pytorch_utils")  # a model that has one has imported it
-    return utils is not None and type(module) is utils.Conv1D
-
-
 def _linears(model: nn.Module) -> dict[Any, list[Place]]:
     """Every linear, with each place where it hangs."""
     found: dict[Any, list[Place]] = {}
     for name, parent in model.named_modules(remove_duplicate=False):
         for attribute, child in parent._modules.items():
-            if (isinstance(child, nn.Linear) and type(child) is not nn.modules.linear.NonDynamicallyQuantizableLinear) or _is_conv1d(child):
+            if (isinstance(child, nn.Linear) and type(child) is not nn.modules.linear.NonDynamicallyQuantizableLinear) or is_conv1d(child):
                 found.setdefault(child, []).append(Place(parent, attribute, f"{name}.{attribute}" if name else attribute))
     if not found and type(model) is nn.Linear:
         raise DsiError("quantise_model replaces the linears inside a model; this model is a linear itself: use QuantisedLinear.of(...)")
@@ -200,9 +195,9 @@ def _skipped(places: list[Place], skip: Sequence[str]) -> bool:
 
 
 def _fitting(grouping: Grouping, module: Any, name: str, coarse: list[str]) -> Grouping:
-    k, n = module.weight.shape if _is_conv1d(module) else module.weight.shape[::-1]
+    k, n = module.weight.shape if is_conv1d(module) else module.weight.shape[::-1]
     try:
-        grouping.inner_group(n, k, kn=_is_conv1d(module))
+        grouping.inner_group(n, k, kn=is_conv1d(module))
     except DsiError:
         coarse.append(name)
         return ROW

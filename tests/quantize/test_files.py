@@ -111,10 +111,23 @@ def test_what_is_no_such_file_is_refused(tmp_path):
         (lambda h, t: t.pop("model.norm.weight"), r"it has no model\.norm\.weight"),
         (lambda h, t: t.update(more=torch.ones(2)), "LlamaForCausalLM has no more"),
         (lambda h, t: t.update({"model.norm.weight": torch.ones(3)}), r"model\.norm\.weight is \[3\] there and \[64\]"),
-        (lambda h, t: h["linears"]["lm_head"].update(shape=[200, 64]), r"lm_head\.weight is \[200, 64\] there"),
+        (lambda h, t: h["linears"]["lm_head"].update(shape=[200, 64], scales=[200]), r"lm_head\.weight is \[200, 64\] there"),
         (lambda h, t: h["linears"].update(tail=h["linears"]["lm_head"]), "has no module tail"),
         (lambda h, t: t.pop("lm_head.scales"), r"it has no lm_head\.scales"),
         (lambda h, t: t.update({"lm_head.scales": torch.ones(7)}), r"lm_head\.scales is \[7\] there"),
+        (lambda h, t: h["linears"]["lm_head"].update(bias="float32"), "lm_head has a bias there, and none in the model"),
+        (lambda h, t: t.update({"lm_head.weight": t["lm_head.weight"].float()}), r"lm_head\.weight is F32 there, not I8"),
+        (lambda h, t: t.update({"lm_head.scales": t["lm_head.scales"].half()}), r"lm_head\.scales is F16 there, not F32"),
+        (lambda h, t: t.update({"model.norm.weight": t["model.norm.weight"].int()}), r"model\.norm\.weight is I32 there, not BF16 or"),
+        (lambda h, t: h["linears"].update({"model.norm": h["linears"]["lm_head"]}), r"model\.norm\.weight is \[199, 64\] there and None"),
+        (lambda h, t: h["aliases"].update({"lm_head.weight": "nothing"}), "damaged: it has no nothing"),
+        (lambda h, t: h.pop("aliases"), "damaged: in its metadata, aliases: field required"),
+        (lambda h, t: h["linears"]["lm_head"].pop("group"), r"damaged: in its metadata, linears\.lm_head\.group: field required"),
+        (lambda h, t: h["linears"]["lm_head"].update(group=32), r"\[199\] scales are not those of a weight \[199, 64\] with 32 entries"),
+        (lambda h, t: h["linears"]["lm_head"].update(size=7), "damaged: .* a grouping by rows has no size"),
+        (lambda h, t: h["linears"]["lm_head"].update(activations="int4"), "damaged: .* known are '', 'int8'"),
+        (lambda h, t: h["tables"].update({"model.embed_tokens": {"head": "tail", "dtype": "float32", "padding_idx": 0}}), "int8 of tail"),
+        (lambda h, t: h.update(version=True), "has version True of the format"),
     ],
 )
 def test_a_file_of_another_model_is_refused_before_the_model_is_touched(saved, change, words):
@@ -124,6 +137,18 @@ def test_a_file_of_another_model_is_refused_before_the_model_is_touched(saved, c
     with pytest.raises(DsiError, match=words):
         dsi.load_quantised(model, saved)
     assert torch.equal(logits(model), before)
+
+
+def test_a_model_whose_linears_have_biases_is_another(saved):
+    with pytest.raises(DsiError, match=r"\.down_proj has no bias there, and one in the model"):
+        dsi.load_quantised(lambda: made("llama_bias"), saved)
+
+
+def test_what_is_no_model_is_refused(saved):
+    with pytest.raises(DsiError, match="a module or a function that makes one, and was given a str"):
+        dsi.load_quantised("llama", saved)
+    with pytest.raises(DsiError, match="returned a NoneType"):
+        dsi.load_quantised(lambda: None, saved)
 
 
 def test_a_structure_that_computes_a_tensor_by_itself_must_be_given_whole(saved):
