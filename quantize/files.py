@@ -201,7 +201,7 @@ def _sizes(module: nn.Module) -> list[int] | None:
         return [module.num_embeddings, module.embedding_dim]
     if isinstance(module, nn.Linear):
         return [*module.weight.shape]
-    return [*module.weight.shape[::-1]] if is_conv1d(module) else None  # type: ignore[union-attr, index]
+    return [*module.weight.shape[::-1]] if is_conv1d(module) else None  # type: ignore[index]
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from dsi.ir.errors import DsiError
@@ -13,8 +13,8 @@ from .formats import Format, Grouping
 from .int8 import Quantised
 from .modules import QuantisedEmbedding, QuantisedLinear
 
-FORMAT = "dsi quantised model"
-VERSION = 1
+FORMAT: Final = "dsi quantised model"
+VERSION: Final = 1
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 Count = Annotated[int, Field(ge=0)]
@@ -23,7 +23,7 @@ Float = Literal["float32", "float16", "bfloat16", "float64"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Linear(_Part):
@@ -62,17 +62,18 @@ class Linear(_Part):
     @classmethod
     def of(cls, module: QuantisedLinear) -> Linear:
         """What the file says of `module`."""
-        return cls(
-            shape=[module.out_features, module.in_features],
-            scales=[*module.scales.shape],
-            group=module.group,
-            grouping=module.form.grouping.kind,
-            size=module.form.grouping.size,
-            scale_dtype=short(module.form.scales),
-            stored_scale_dtype=short(module.scales.dtype),
-            bias=None if module.bias is None else short(module.bias.dtype),
-            activations=module.activations,
-        )
+        said = {
+            "shape": [module.out_features, module.in_features],
+            "scales": [*module.scales.shape],
+            "group": module.group,
+            "grouping": module.form.grouping.kind,
+            "size": module.form.grouping.size,
+            "scale dtype": short(module.form.scales),
+            "stored scale dtype": short(module.scales.dtype),
+            "bias": None if module.bias is None else short(module.bias.dtype),
+            "activations": module.activations,
+        }
+        return cls.model_validate(said)
 
     def made(self) -> QuantisedLinear:
         """The module, on the meta device."""
@@ -95,7 +96,7 @@ class Table(_Part):
     @classmethod
     def of(cls, module: QuantisedEmbedding, head: str) -> Table:
         """What the file says of `module`, the name of whose head is `head`."""
-        return cls(head=head, dtype=short(module.dtype), padding_idx=module.padding_idx)
+        return cls.model_validate({"head": head, "dtype": short(module.dtype), "padding_idx": module.padding_idx})
 
     def made(self, head: QuantisedLinear) -> QuantisedEmbedding:
         """The module."""
