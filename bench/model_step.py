@@ -299,7 +299,7 @@ def _of_other_rows(group: Group, device: Any) -> list[Any]:
     from dsi.codegen import defaults
     from dsi.codegen.kernel import Choice
     from dsi.codegen.linear_choices import admissible, statistics_block
-    from dsi.codegen.linear_cost import linear_work
+    from dsi.codegen.linear_work import linear_work
     from dsi.codegen.roofline import assumed_rows, assumptions
     from dsi.ir import tile as t
 

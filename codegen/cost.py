@@ -20,7 +20,8 @@ from .devices import H200, Device
 from .kernel import Choice
 from .library import library_seconds, possible
 from .linear_choices import GEMV_ROWS, linear_candidates
-from .linear_cost import accumulators, held_lanes, linear_seconds, linear_work
+from .linear_cost import linear_seconds
+from .linear_work import accumulators, held_lanes, linear_work
 from .roofline import all_stores, assumed_rows, assumptions, evaluate, rows_of, traffic, typical, work
 from .row_choices import row_choice
 

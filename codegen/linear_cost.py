@@ -9,57 +9,19 @@ the kernel before, the first tile, the passes for row statistics, and where prog
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import sympy
-from dsi.ir import tile as t
-
-from .columns import Columns, columns_of, cuts_of
-from .deferred import behind_product, deferred_norm, is_deferred, peel_of
 from .devices import Device
 from .kernel import Choice
-from .layout import Interner
-from .roofline import evaluate, traffic, typical
-from .word_cost import EXCHANGE, LAUNCHED, QUARTERS, WORD_SPREAD, word_registers, word_slots
-from .words import WORD, words_possible
+from .linear_fit import FITS
+from .linear_occupancy import programs_of, registers, resident, shared_bytes
+from .linear_work import LinearWork, linear_work
+from .word_cost import EXCHANGE, LAUNCHED, WORD_SPREAD, word_slots
+from .words import WORD
 
-REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
-ALIGNED = 16  # columns of which loads take several at once
+__all__ = ["LinearWork", "linear_seconds", "linear_work", "programs_of", "registers", "resident", "shared_bytes"]
 
-
-@dataclass(frozen=True)
-class Fit:
-    """What of a schedule's time is not derived but fitted: to 3,500 kernels measured on an H200 one behind another, over weights past its
-    cache: gemv at one row, skinny at 1 and 16, tiled at 512. Between measurement and model lie 14 %, 14 % and 9 % of the fastest kernels'
-    time, root mean square; the best of the model's first eight loses 4 %, 1 % and 1 % to the best of all that were measured.
-
-    `latency`, in the device's, from asking for a tile to using it. Seconds: `once` a kernel, `program` a program, `step` a step of the loop
-    at least, `norm` where rows are computed, `reading` a pass over the rows for statistics, `meeting` where programs share a sum, `apart`
-    for a kernel of the prologue. `stream` and `cache`: the shares of the rates of memory and of the last-level cache that count.
-    `sharpness`: how hard the slowest of several limits decides; the larger, the nearer to a plain maximum. `registers` of a thread beside
-    its sums and tiles.
-    """
-
-    latency: float
-    once: float
-    program: float
-    step: float
-    norm: float
-    reading: float
-    meeting: float
-    apart: float
-    stream: float
-    cache: float
-    sharpness: float
-    registers: int
-
-
-FITS = {
-    "gemv": Fit(1.42, 0.50e-6, 0.14e-6, 0.0, 0.52e-6, 0.51e-6, 1.74e-6, 0.41e-6, 1.03, 8.0, 4.1, 12),
-    "skinny": Fit(1.39, 1.90e-6, 0.47e-6, 0.07e-6, 2.66e-6, 2.54e-6, 0.96e-6, 2.6e-6, 0.97, 0.86, 2.5, 96),
-    "tiled": Fit(1.53, 2.49e-6, 0.0, 0.13e-6, 0.17e-6, 2.7e-6, 0.0, 8.6e-6, 1.0, 3.0, 3.6, 48),
-}
-# Also fitted. Operations of the vector units: for each element of a weight beside the multiply-adds of gemv, by its size; for int8 on its
+# Fitted, too. Operations of the vector units: for each element of a weight beside the multiply-adds of gemv, by its size; for int8 on its
 # way to the matrix units; for each element of the rows that gemv, skinny and tiled compute in every program, by the norm (a layer norm's
 # passes are in it). How much of one step's arithmetic comes on top of its latency.
 CONVERSIONS, CONVERTED = {1: 10.9, 2: 9.8, 4: 2.0}, 12.6
@@ -76,211 +38,12 @@ SPREAD = 0.1
 # their way, and not loaded straight into shared memory.
 TALL, SHORT = 0.43, 0.4
 TILED, HALF_AREA, COMPUTED = 0.89, 2600, 0.68
-CROWDED = 0.7  # further registers for each sum where an epilogue works on several parts
 # Predicted; bench/NOTES.md has how unevenly it was measured to gain. A peeled first step saves the latency of the first load, where
 # another kernel's program fits on a processor beside those of the one that runs (else it starts as late as it would have waited);
 # behind a kernel of the rows, which leaves memory idle, it saves the load. Multiplied last it costs the tile's way through shared
 # memory, in bytes/s of a processor.
 SOONER, CROWDED_OUT, THROUGH = 0.7e-6, 0.2e-6, 110e9
 UNROUNDED = 3  # waves of programs from which on the last need not be a whole one
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One set of a segment's columns: `positions` in each part, and for one position, its accumulators (windows times parts) and the bytes
-    of their weights along one k."""
-
-    columns: Columns
-    positions: int
-    accumulators: int
-    weight_bytes: int
-
-
-@dataclass(frozen=True)
-class LinearWork:
-    """What the time of a linear region depends on at a number of rows, worked out once for all choices."""
-
-    rows: int
-    inner: int
-    moved: float  # bytes that memory must read and write at least
-    x_bytes: int  # of one element of the rows
-    cuts: tuple[Cut, ...]
-    fused: bool  # several cuts read one weight
-    across: bool  # weights are stored [K, N]: what lies side by side in memory are columns
-    reductions: tuple[str, ...]  # kinds of the row statistics
-    deferred: frozenset[str]  # schedules that need no pass for them, since the norm's factor comes after the product
-    bare: bool  # the rows are multiplied as they are loaded
-    group: int | None  # elements along K with one scale, where all weights are int8 (0: a row's); None where one is not
-    rounded: bool  # rows are rounded to int8 too
-    crowded: bool  # an epilogue needs registers for more than its sums
-    joined: bool  # an epilogue reads another tensor by row and column
-    wide: bool  # products in fp32, outside the matrix units
-    words: bool = False  # int8 weights can be read as words
-    constant: bool = False  # no kernel of the graph writes the weights
-    behind: bool = False  # a layer norm may correct gemv's sums instead of the rows
-
-    @property
-    def held(self) -> int:
-        """Positions that a block must have so that it holds whole groups of every segment that needs them; 1 where none does."""
-        return max(cut.columns.padded for cut in self.cuts)
-
-    @property
-    def accumulators(self) -> int:
-        """The most sums that a program holds side by side."""
-        return max(cut.accumulators for cut in self.cuts)
-
-    @property
-    def columns(self) -> int:
-        """Columns of all accumulators together."""
-        return sum(cut.positions * cut.accumulators for cut in self.cuts)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights."""
-        return self.inner * sum(cut.positions * cut.weight_bytes for cut in self.cuts)
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of an element of the weights."""
-        return max(self.weight_bytes // (self.inner * self.columns), 1)
-
-    def as_int8(self, choice: Choice) -> bool:
-        """Whether rows meet the weights as int8: on the matrix units, or as words."""
-        if choice.schedule == "gemv":
-            return self.words and choice.digits > 0
-        whole = self.group is not None and (not self.group or self.group % choice.block_k == 0)
-        return choice.schedule in ("skinny", "tiled") and (choice.digits > 0 or self.rounded) and whole
-
-    def peel(self, choice: Choice) -> str:
-        """When a choice's first step is multiplied, where it is peeled (deferred.peeled)."""
-        return peel_of(sympy.Integer(self.inner), choice) if self.constant and choice.peel else ""
-
-    def is_deferred(self, choice: Choice) -> bool:
-        """Whether the norm before the product comes behind it."""
-        return choice.schedule in self.deferred or (self.behind and is_deferred(choice, self.accumulators))
-
-    def passes(self, choice: Choice) -> int:
-        """Times that a program reads its rows before the products."""
-        if self.is_deferred(choice):
-            return 0
-        kept = self.inner <= choice.block_s
-        return sum(2 if kind == "layer" and not kept else 1 for kind in self.reductions)
-
-    def tile_bytes(self, choice: Choice) -> int:
-        """Bytes of the weights' and the rows' tiles of one step, as a program reads them."""
-        rows = choice.block_m * (1 if self.rounded else 2 if self.as_int8(choice) else self.x_bytes)
-        return choice.block_k * (choice.block_n * max(cut.weight_bytes for cut in self.cuts) + rows)
-
-
-def linear_work(spec: t.KernelSpec, rows: int, assumed: dict[sympy.Symbol, int]) -> LinearWork:
-    """The work of a linear region at `rows` rows; `assumed` are the values of its size symbols."""
-    plan = spec.plan
-    assert isinstance(plan, t.LinearPlan)
-    cuts, read = [], []
-    for _, segment, columns in cuts_of(plan):
-        weights = sum(spec.inputs[window.weight].dtype.itemsize for window in segment.windows)
-        cuts.append(Cut(columns, typical(columns.positions), len(segment.windows) * columns.parts, weights * columns.parts))
-        read += [window.weight for window in segment.windows]
-    return LinearWork(
-        rows,
-        typical(plan.inner),
-        evaluate(traffic(spec), assumed),
-        plan.x_dtype.itemsize,
-        tuple(cuts),
-        len(read) > len(set(read)),
-        any(window.across(spec.inputs[window.weight]) for segment in plan.segments for window in segment.windows),
-        tuple(reduction.kind for reduction in plan.reductions),
-        frozenset(schedule for schedule in FITS if deferred_norm(plan, schedule) is not None),
-        isinstance(plan.x, t.Load),
-        _group(plan),
-        bool(plan.activations),
-        _crowded(plan) or (_joined(plan) and any(cut.positions % ALIGNED for cut in cuts)),
-        _joined(plan),
-        plan.x_dtype.itemsize >= 4,
-        words_possible(spec),
-        all(window.weight in spec.constants for segment in plan.segments for window in segment.windows),
-        behind_product(plan) is not None,
-    )
-
-
-def held_lanes(plan: t.LinearPlan) -> int:
-    """`LinearWork.held` of a plan."""
-    return max(columns.padded for segment in plan.segments for columns in columns_of(segment))
-
-
-def accumulators(plan: t.LinearPlan) -> int:
-    """`LinearWork.accumulators` of a plan."""
-    return max(len(segment.windows) * columns.parts for segment in plan.segments for columns in columns_of(segment))
-
-
-def _group(plan: t.LinearPlan) -> int | None:
-    groups = {None if window.scale is None else window.scale.group for segment in plan.segments for window in segment.windows}
-    return None if None in groups else min(groups - {0}, default=0)  # type: ignore[type-var]
-
-
-def _crowded(plan: t.LinearPlan) -> bool:
-    """Whether an epilogue works on several parts, or takes norms over groups."""
-    return any(segment.reductions or any(columns.parts > 1 for columns in columns_of(segment)) for segment in plan.segments)
-
-
-def _joined(plan: t.LinearPlan) -> bool:
-    """Whether an epilogue reads another tensor by row and column."""
-    interner = Interner()
-    stores = [store for segment in plan.segments for store in segment.stores]
-    roots = [*(store.value for store in stores), *(c for store in stores for c in store.coords if isinstance(c, t.Expr))]
-    return any(isinstance(expr, t.Load) and {t.R, t.C} <= interner.symbols(expr) for expr in t.parts_of(*roots))
-
-
-# ---------------------------------------------------------------------------------------------------------------------- resources
-
-
-def shared_bytes(work: LinearWork, choice: Choice) -> int:
-    """Bytes of shared memory that a program needs for the tiles of its loop."""
-    if choice.schedule == "gemv":
-        return 0
-    rows = choice.block_m * work.x_bytes * (1 if work.bare or choice.apart or work.as_int8(choice) else 2)
-    tiles = [choice.block_n * cut.weight_bytes + rows for cut in work.cuts]
-    # What compiled kernels have: the tiles of branches that exclude each other lie side by side, up to three. They share their place where
-    # each branch reads a weight of its own and its epilogue exchanges columns, held or in parts (rope), which sets the branches apart.
-    together = min(sum(tiles), 3 * max(tiles)) if work.fused or not (work.held > 1 or work.crowded) else max(tiles)
-    # A peeled step takes the loop's place behind it, and a further one beside it.
-    return together * choice.block_k * (max(choice.num_stages, 1) + (work.peel(choice) == "first"))
-
-
-def registers(work: LinearWork, choice: Choice) -> int:
-    """About how many registers a thread needs."""
-    threads, least = 32 * choice.num_warps, FITS[choice.schedule].registers
-    if choice.schedule == "gemv":
-        elements = choice.block_n * choice.block_k / threads
-        if work.as_int8(choice):
-            return word_registers(work, choice)
-        loaded = elements * max(cut.weight_bytes for cut in work.cuts) / 4
-        if work.behind and work.is_deferred(choice) and choice.block_k < work.inner:
-            loaded += 2 * elements * work.accumulators  # the sums without the rows, which several steps carry, too
-        return max(int(least + (elements * work.accumulators + (4 if work.bare else 8)) * choice.block_m + 2 * loaded), 24)
-    sums = work.accumulators * choice.block_m * choice.block_n / threads
-    held = work.tile_bytes(choice) // (4 * threads) if work.peel(choice) else 0
-    return int(least + sums * (1 + (CROWDED if work.crowded else 0.0)) + (sums if work.wide else 0)) + held
-
-
-def resident(work: LinearWork, choice: Choice, device: Device) -> int:
-    """Programs that one processor runs at a time."""
-    threads = 32 * choice.num_warps
-    shared = shared_bytes(work, choice)
-    by_shared = device.shared // shared if shared else PROGRAMS
-    by_registers = REGISTERS // (registers(work, choice) * threads)
-    if choice.schedule == "gemv" and work.as_int8(choice):
-        by_registers = QUARTERS * (REGISTERS // QUARTERS // (registers(work, choice) * 32)) // choice.num_warps
-    return max(1, min(by_registers, THREADS // threads, by_shared, PROGRAMS))
-
-
-def programs_of(work: LinearWork, choice: Choice) -> int:
-    """Programs of a launch."""
-    shares = math.ceil(work.rows / choice.block_m) * choice.split
-    return shares * sum(math.ceil(cut.positions / cut.columns.width(choice.block_n)) for cut in work.cuts)
-
-
-# ------------------------------------------------------------------------------------------------------------------------- time
 
 
 def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:

@@ -8,7 +8,7 @@ from .kernel import Choice
 from .words import WORD
 
 if TYPE_CHECKING:
-    from .linear_cost import LinearWork
+    from .linear_work import LinearWork
 
 # Slots of the vector units for a product of words, which go at half the rate; for each word beside its products (its share of loads,
 # addresses and moves), and where its scale is a group's (a load, a conversion and a product for four of them). All passes a processor's
