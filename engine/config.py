@@ -201,12 +201,19 @@ class InferenceConfig(Section):
 
     @field_validator("options", mode="after")
     @classmethod
-    def _options(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _options(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         try:
-            Options.parse(value)
+            Options.parse(({"dtype": "int8"} if info.data.get("dtype") == torch.int8 else {}) | value)
         except DsiError as error:
             raise ValueError(str(error).removeprefix("dsi: ")) from None
         return value
+
+    @model_validator(mode="after")
+    def _groups(self) -> InferenceConfig:
+        twins = [key for key in ("group_size", "quantize_groups", "mlp_extra_grouping") if self.options.get(key)]
+        if self.quantization_setting is not None and twins:
+            raise ValueError(f"quantization_setting and options[{twins[0]!r}] are two ways to group a weight; give one of them")
+        return self
 
     @model_validator(mode="after")
     def _lengths(self) -> InferenceConfig:

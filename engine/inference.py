@@ -14,6 +14,7 @@ from .config import InferenceConfig
 from .errors import warn
 from .later import refuse
 from .prepare import check, prepare, unwrapped
+from .quantised import compiler_options
 from .wrapper import InferenceEngine
 
 _ENGINES: weakref.WeakSet[InferenceEngine] = weakref.WeakSet()
@@ -60,6 +61,8 @@ def _say_what_is_idle(config: InferenceConfig, module: nn.Module, device: torch.
     elif device.type != "cuda" and config.enable_cuda_graph:
         idle["enable_cuda_graph"] = f"the module is on {device}"
     for key in sorted(given & set(idle)):
+        if key == "options" and not compiler_options(config):
+            continue
         if getattr(config, key) != InferenceConfig.model_fields[key].get_default(call_default_factory=True):
             warn(f"dsi: {key!r} has no effect here: {idle[key]}")
     if "dtype" not in given and device.type == "cpu" and any(p.is_floating_point() for p in module.parameters()):

@@ -66,7 +66,7 @@ def prepare(module: nn.Module, config: InferenceConfig, device: torch.device) ->
         if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
             module.to(device)
         if config.dtype == torch.int8:
-            quantise(module, config.quantization_setting)
+            quantise(module, config)
         if device.type == "cuda" and config.replace_with_kernel_inject:
             lay_out(module)
 

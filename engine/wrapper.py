@@ -15,6 +15,7 @@ from .errors import warn
 from .generation.compiled import compiled, loudly
 from .generation.progress import compiling
 from .generation.stand_in import stand_in, stand_in_class
+from .quantised import compiler_options
 
 
 class InferenceEngine(nn.Module):
@@ -107,9 +108,9 @@ def _runners(module: Any, config: InferenceConfig, device: torch.device) -> tupl
     generates = hasattr(module, "generate") and hasattr(module, "can_generate") and module.can_generate()
     if not config.replace_with_kernel_inject:
         return module, module.generate if generates else None, None
-    graphs = device.type == "cuda" and config.enable_cuda_graph
+    graphs, given = device.type == "cuda" and config.enable_cuda_graph, compiler_options(config)
     if not generates:
-        options = ({"mode": "reduce-overhead"} if graphs else {}) | config.options
+        options = ({"mode": "reduce-overhead"} if graphs else {}) | given
         return _compiled(module, options), _own_generate(module, options) if hasattr(module, "generate") else None, None
     from .generation import Generator
 
@@ -119,7 +120,7 @@ def _runners(module: Any, config: InferenceConfig, device: torch.device) -> tupl
         module,
         max_out_tokens=config.max_out_tokens,
         min_out_tokens=config.min_out_tokens,
-        options=config.options or None,
+        options=given or None,
         cuda_graph=wanted,
     )
     return generator.forward, generator.generate, generator

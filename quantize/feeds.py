@@ -59,7 +59,7 @@ def mlp_weights(model: nn.Module, example: Mapping[str, Any] | None = None) -> s
     if not isinstance(inputs, Mapping):
         raise DsiError(
             f"mlp_extra_grouping asks which linears of {type(model).__name__} are next to an activation, which a run of it shows: give "
-            "example={'name': input, ...}, arguments that its forward takes"
+            "example={'name': input, ...}, arguments that its forward takes, to quantise_model"
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = pytree.tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, dict(inputs))

@@ -53,7 +53,7 @@ class QuantisedLinear(nn.Module):
         if not x.is_floating_point():  # from a model that casts x to the dtype of the weight: its numbers are lost
             raise DsiError(
                 f"{self} was given {str(x.dtype).removeprefix('torch.')}: the model casts what it hands to this linear to the dtype of its "
-                "weight, which is int8 now; leave it floating-point by its name: quantise_model(model, skip=[...])"
+                "weight, which is int8 now; leave it floating-point by its name (skip=[...] of quantise_model)"
             )
         return linear_int8(x, self.weight, self.scales, self.bias, group=self.group, activations=self.activations)
 

@@ -6,6 +6,8 @@ import transformers as T
 import zoo
 from dsi.engine import quantised
 from dsi.engine.dtypes import cast
+from dsi.quantize.formats import INT8, Format, Grouping
+from dsi.quantize.modules import QuantisedLinear
 from torch import nn
 
 from dsi import ConfigError, init_inference, quantise_model
@@ -119,8 +121,28 @@ def test_int8_hands_the_module_to_the_quantiser(monkeypatch):
     init_inference(module, dtype=torch.int8, quantization_setting=(True, 64))
     init_inference(module, dtype="int8")
     assert [call[0] for call in calls] == [module, module]
-    assert calls[0][1] == {"groups": 64, "mlp_extra_grouping": True, "skip": ()}
-    assert calls[1][1] == {"groups": None, "mlp_extra_grouping": False, "skip": ()}
+    plain = {"groups": None, "mlp_extra_grouping": False, "skip": (), "format": INT8, "tied": "head"}
+    assert calls[0][1] == plain | {"groups": 64, "mlp_extra_grouping": True} and calls[1][1] == plain
+    init_inference(module, dtype="int8", options={"group_size": 64, "quantize_skip": "head", "tied_head": "keep"})
+    assert calls[2][1] == plain | {"format": Format(Grouping("inner", 64)), "skip": ("head",), "tied": "keep"}
+    init_inference(module, dtype="int8", options={"dtype": "int8", "quantize_groups": 4})
+    assert calls[3][1] == plain | {"groups": 4}
+
+
+def test_what_the_options_leave_out_is_not_rounded_by_the_compiler_either():
+    module, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval(), torch.randn(3, 32)
+    given = {"dtype": "int8", "quantize_skip": ["1"], "executor": "reference"}
+    engine = init_inference(module, dtype="int8", replace_with_kernel_inject=True, options=given)
+    assert type(module[0]) is QuantisedLinear and type(module[1]) is nn.Linear
+    x = x.to(engine.device, module[1].weight.dtype)
+    torch.testing.assert_close(engine(x), module(x))
+
+
+def test_two_ways_to_group_a_weight_are_refused():
+    module = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(ConfigError, match=r"quantization_setting and options\['group_size'\] are two ways"):
+        init_inference(module, dtype="int8", quantization_setting=4, options={"group_size": 32})
+    assert type(module[0]) is nn.Linear
 
 
 def test_int8_weights_generate():
