@@ -117,7 +117,8 @@ def _nearest(spec: t.KernelSpec, work: LinearWork, rows: int | None, entries: Se
             ways.sort(key=lambda way: linear_seconds(work, way, device))
         for way in ways:
             found = dataclasses.replace(way, block_s=statistics_block(work, way.block_m, way.num_warps))
-            if admissible(work, found, rows, device, same=apart == 0.0):
+            # Measured were scales of rows: what those of groups need besides is another kernel's.
+            if admissible(work, found, rows, device, same=apart == 0.0 and not work.group):
                 return found
     return None
 

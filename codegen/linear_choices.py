@@ -17,6 +17,7 @@ from dataclasses import replace
 from .devices import Device
 from .kernel import Choice
 from .linear_cost import LinearWork, linear_seconds, programs_of, registers, shared_bytes
+from .quantised import LEAST_INT8
 from .roofline import power_of_two
 
 MOST = 36  # candidates that are handed out
@@ -27,6 +28,7 @@ ALIKE_WORDS = 1  # and so over words, where memory decides, and the model tells 
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
 APART_ROWS = 16  # from which skinny's prologue is tried as a kernel of its own
 SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
+LEAST_STEP = 16  # contracted elements of a step on the matrix units at least
 # fp32 sums that a thread holds, by what else its registers are for: an epilogue with several parts or norms. The last two: on units that
 # keep sums apart from operands, where rows are multiplied as they are loaded.
 SUMS, SUMS_CROWDED, SUMS_BARE, SUMS_BARE_CROWDED = 64, 32, 128, 64
@@ -53,6 +55,9 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
     if rows is not None and rows <= GEMV_ROWS:
         found += _gemv(work, rows, device)
         found += _words(work, rows, device) if work.words else ()
+    if work.group and _whole_step(work) < LEAST_STEP:
+        # No step lies within a group, so that weights are multiplied by their scales first, in fp32, and so is everything then.
+        work = replace(work, wide=True)
     if rows is not None and rows <= SKINNY_ROWS and not work.wide:
         found += _skinny(work, rows, device)
     if rows is None or rows > SKINNY_ROWS or not found:
@@ -87,17 +92,33 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
         return False
     if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not (same or _fits(work, choice, device)):
         return False
+    # It may have been made for a scale a row: there are no digits where scales change within a step, and no matrix units either.
+    if choice.schedule in ("skinny", "tiled") and work.group and work.group % choice.block_k:
+        return False
     if not same and work.peel(choice) and registers(work, choice) > HELD_MOST:
         return False
     # Sums behind the product that several steps carry were none where one step took the measured rows whole.
     if not same and work.is_deferred(choice) and registers(work, choice) > max(HELD_MOST, registers(work, replace(choice, deferred=False))):
         return False
     if choice.schedule == "gemv" and choice.digits:
-        return work.words and registers(work, choice) <= WORD_MOST
+        return work.words and (same or registers(work, choice) <= WORD_MOST)
     if choice.block_k * choice.split >= 2 * max(power_of_two(work.inner), 16):
         return False
     each = choice.block_m * choice.block_n * work.accumulators / (32 * choice.num_warps)
     return same or each * (choice.block_k if choice.schedule == "gemv" else 1) <= (SUMS_BARE_CROWDED if work.crowded else SUMS_BARE)
+
+
+def _whole_step(work: LinearWork) -> int:
+    """The longest step of a power of two that lies within a group of scales, whichever of a row's it is."""
+    return work.group & -work.group if work.group else power_of_two(work.inner)
+
+
+def _steps(work: LinearWork, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `sizes` of a step within which no scale changes; a shorter one, where groups are shorter than all."""
+    whole = _whole_step(work)
+    if not work.group or whole < LEAST_STEP:
+        return sizes
+    return tuple(size for size in sizes if size <= whole) or (whole,)
 
 
 def statistics_block(work: LinearWork, block_m: int, warps: int) -> int:
@@ -153,7 +174,9 @@ def _ways(work: LinearWork, rows: int | None) -> list[tuple[int, bool]]:
 
 def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
     height = max(power_of_two(rows), SHORTEST)
-    for block_n, block_k, warps, stages, split in itertools.product((32, 64, 128, 256), (64, 128, 256, 512), (4, 8), (3, 4), SHARES):
+    for block_n, block_k, warps, stages, split in itertools.product(
+        (32, 64, 128, 256), _steps(work, (64, 128, 256, 512)), (4, 8), (3, 4), SHARES
+    ):
         if block_n < work.held or (block_n > 128 and work.held <= 128) or (warps == 8 and block_n < 64):
             continue
         share = -(-work.inner // split)
@@ -166,7 +189,7 @@ def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
         for digits, apart in _ways(work, rows):
             choice = Choice("skinny", rows, height, block_n, block_k, block_s, warps, stages, split, 0, digits, apart)
             each = programs_of(work, choice) / device.processors
-            if _fits(work, choice, device) and (split == 1 or FEWEST < each <= MOST_PROGRAMS) and (not digits or work.as_int8(choice)):
+            if _fits(work, choice, device) and (split == 1 or FEWEST < each <= MOST_PROGRAMS) and (not digits or _as_digits(work, choice)):
                 yield choice
 
 
@@ -186,7 +209,9 @@ def _deferred(work: LinearWork, choice: Choice) -> list[Choice]:
 
 def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choice]:
     inner = max(power_of_two(work.inner), 16)
-    tiles: Iterator[tuple[int, ...]] = itertools.product((16, 32, 64, 128), (32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4))
+    tiles: Iterator[tuple[int, ...]] = itertools.product(
+        (16, 32, 64, 128), (32, 64, 128, 256), _steps(work, (32, 64, 128)), (4, 8), (2, 3, 4)
+    )
     for block_m, block_n, block_k, warps, stages in TILES_WIDE if work.wide else tiles:
         if rows is not None and block_m > max(power_of_two(rows), 16):
             continue
@@ -206,8 +231,13 @@ def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choic
             computed = not bare and not work.wide and block_m * block_k > 32 * warps * COMPUTED
             if computed or sums > 32 * warps * _sums(work, bare, device):
                 continue
-            if _fits(work, choice, device) and (not digits or work.as_int8(choice)):
+            if _fits(work, choice, device) and (not digits or _as_digits(work, choice)):
                 yield choice
+
+
+def _as_digits(work: LinearWork, choice: Choice) -> bool:
+    """Whether digits meet the weights on the matrix units."""
+    return work.as_int8(choice) and choice.block_k >= LEAST_INT8
 
 
 def _sums(work: LinearWork, bare: bool, device: Device) -> int:
@@ -225,7 +255,7 @@ def _least(work: LinearWork, rows: int | None) -> Choice:
         height = power_of_two(max(rows, 1))
         return Choice("gemv", rows, height, max(work.held, 4), 8, statistics_block(work, height, 8), 8, 1)
     inner = max(power_of_two(work.inner), 16)
-    return Choice("tiled", rows, 16, max(work.held, 16), min(32, inner), statistics_block(work, 16, 8), 8, 2)
+    return Choice("tiled", rows, 16, max(work.held, 16), min(*_steps(work, (32,)), inner), statistics_block(work, 16, 8), 8, 2)
 
 
 def _fits(work: LinearWork, choice: Choice, device: Device) -> bool:

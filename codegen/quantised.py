@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .linear import Bases, Linear
     from .products import Products, Sums, Tiles
 
+LEAST_INT8 = 32  # contracted elements of a step that the matrix units multiply as int8, at least
 TWO_DIGITS = 32639.0  # the largest value whose two digits fit int8: 127 * 256 + 127
 # 1.5 * 2**23: added and taken away again, it leaves the nearest integer, ties to even, of a value below 2**22.
 TO_NEAREST = "12582912.0"
@@ -124,7 +125,7 @@ def int8_rows(spec: t.KernelSpec, choice: Choice) -> bool:
     assert isinstance(plan, t.LinearPlan)
     if choice.schedule == "gemv":
         return as_words(spec, choice)
-    if choice.schedule not in ("skinny", "tiled") or not (choice.digits or plan.activations):
+    if choice.schedule not in ("skinny", "tiled") or choice.block_k < LEAST_INT8 or not (choice.digits or plan.activations):
         return False
     scales = [window.scale for segment in plan.segments for window in segment.windows]
     return all(scale is not None and within_step(scale, choice.block_k) for scale in scales)

@@ -13,6 +13,8 @@ from dsi.codegen.linear_cost import linear_seconds, linear_work
 from dsi.ir import tile as t
 
 from . import plans
+from .quantised import constant, quantised
+from .support import op
 from .test_cost import LLAMA, on_meta
 
 BF16 = torch.bfloat16
@@ -47,6 +49,33 @@ def test_the_table_that_ships_can_be_read_and_its_choices_made():
             assert choice.schedule in ("gemv", "skinny", "tiled", "library")
             assert choice.schedule == "library" or choice.block_n >= entry.held
             assert choice.schedule in ("tiled", "library") or choice.block_m >= entry.rows
+
+
+def measured(entry: defaults.Entry) -> t.KernelSpec:
+    """A linear that an entry is for."""
+
+    def make():
+        if entry.sums == 2:
+            return plans.gate_up(BF16, entry.rows, entry.inner, entry.columns // 2)
+        return plans.projection(BF16, entry.rows, entry.inner, entry.columns, strided=False, kn=entry.across)
+
+    with torch.device("meta"):
+        spec = constant(quantised(make) if entry.weight_bytes == 1 else make()).spec
+    if entry.sums == 1 and entry.norm:
+        x = spec.plan.x
+        normed = op("mul", op("sub", x, t.Statistic(0, "mean")) if entry.norm == "layer" else x, t.Statistic(0, "rstd"))
+        reduction = t.Reduction(entry.norm, x, t.K, spec.plan.inner, 1e-5)
+        spec = dataclasses.replace(spec, plan=dataclasses.replace(spec.plan, x=normed, reductions=(reduction,)))
+    return dataclasses.replace(spec, library=entry.choice["schedule"] == "library")
+
+
+def test_each_entry_that_ships_is_found_for_what_it_was_measured_for():
+    """An estimate of registers that grew once hid int8's choices for one row; those for four took their place, at twice their time."""
+    for entry in defaults.table()["H200"]:
+        spec, wanted = measured(entry), Choice(**{"max_rows": None, **entry.choice})
+        assert defaults.entry(spec, wanted, 1.0).key == entry.key
+        found = defaults.lookup(spec, None, "H200")
+        assert found is not None and dataclasses.replace(found, block_s=wanted.block_s) == wanted, (entry, found)
 
 
 def test_what_was_measured_is_taken(table):

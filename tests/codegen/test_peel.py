@@ -68,7 +68,10 @@ def test_peeled_int8(interpreter, name, group):
     number = sorted(CASES).index(name)
     rows, k, choice = drawn(hash((group, number)))
     case = constant(quantised(lambda: make(BF16, rows, k), group, kn))
-    check(case, interpreter, choice=replace(choice, digits=2 * ((number + group // 8) % 2)))
+    if (number + group // 8) % 2:
+        choice = replace(choice, digits=2, block_k=32, split=1)  # as long as int8 on the matrix units needs a step
+        assert peeled(case.spec, choice)
+    check(case, interpreter, choice=choice)
 
 
 @pytest.mark.parametrize("peel", ["last", "first"])

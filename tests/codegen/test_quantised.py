@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dsi.codegen import Choice, generate
+from dsi.codegen import Choice, cost, generate
+from dsi.codegen.devices import H200
+from dsi.codegen.quantised import int8_rows
 
 from . import plans
 from .quantised import quantised, rounded_rows
@@ -23,6 +25,8 @@ CASES = {
 GEMV = Choice("gemv", 1, 1, 16, 16, 64, 4, 1)
 SKINNY = Choice("skinny", 16, 16, 32, 16, 32, 4, 2)
 TILED = Choice("tiled", None, 16, 32, 16, 32, 4, 2)
+# Steps as long as int8 on the matrix units needs them.
+INT8_SKINNY, INT8_TILED = (replace(choice, block_k=32) for choice in (SKINNY, TILED))
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
@@ -40,8 +44,9 @@ def test_int8_weights(interpreter, name, group, dtype):
 @pytest.mark.parametrize("name", CASES)
 def test_rows_as_digits(interpreter, name, group, dtype):
     make, kn = CASES[name]
-    for rows, choice in ((3, SKINNY), (13, replace(SKINNY, split=3)), (13, TILED)):
+    for rows, choice in ((3, INT8_SKINNY), (13, replace(INT8_SKINNY, split=3)), (13, INT8_TILED)):
         case = quantised(lambda rows=rows: make(dtype, rows), group, kn)
+        assert int8_rows(case.spec, replace(choice, digits=2))
         if dtype == F32:  # two digits hold 16 bits
             found = run(case, interpreter, choice=replace(choice, digits=2))
             for value, expected in zip(found, case.expected, strict=True):
@@ -54,7 +59,7 @@ def test_the_error_of_digits_has_a_bound(interpreter):
     """Half a unit an element, just above 2**-16 of its row's largest value, also beside outliers."""
     case = quantised(lambda: plans.projection(F32, 5, inner=72, columns=33))
     case.inputs[0][:, 7] *= 3000
-    (value,) = run(case, interpreter, choice=replace(SKINNY, digits=2))
+    (value,) = run(case, interpreter, choice=replace(INT8_SKINNY, digits=2))
     x, w, bias, residual = (n for n, tensor in enumerate(case.spec.inputs) if "scale" not in tensor.name)
     exact = case.real(x) @ case.real(w).T + case.real(bias) + case.real(residual)
     bound = case.real(x).abs().amax(1, keepdim=True) * 2.0**-15.9 * case.real(w).abs().sum(1)
@@ -64,21 +69,21 @@ def test_the_error_of_digits_has_a_bound(interpreter):
 def test_a_row_that_is_not_finite_stays_so(interpreter):
     case = quantised(lambda: plans.projection(F32, 3, inner=72, columns=33))
     case.inputs[0][1, 5], case.inputs[0][2, 6] = float("inf"), float("nan")
-    (value,) = run(case, interpreter, choice=replace(SKINNY, digits=2))
+    (value,) = run(case, interpreter, choice=replace(INT8_SKINNY, digits=2))
     assert value[0].isfinite().all() and not value[1].isfinite().any() and not value[2].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("group", [0, 32, 8, 20], ids=lambda group: f"group{group}")
 def test_rows_rounded_to_int8(interpreter, group, dtype):
-    for rows, choice in ((1, GEMV), (3, SKINNY), (13, replace(SKINNY, split=3)), (13, TILED)):
+    for rows, choice in ((1, GEMV), (3, SKINNY), (3, INT8_SKINNY), (13, replace(INT8_SKINNY, split=3)), (13, TILED), (13, INT8_TILED)):
         case = rounded_rows(quantised(lambda rows=rows: plans.projection(dtype, rows, inner=72, columns=33), group))
         check(case, interpreter, choice=choice)
 
 
 @pytest.mark.parametrize("group", [0, 20], ids=lambda group: f"group{group}")
 def test_half_way_between_two_codes_the_even_one_is_taken(interpreter, group):
-    for rows, choice in ((1, GEMV), (3, SKINNY), (3, TILED)):
+    for rows, choice in ((1, GEMV), (3, INT8_SKINNY), (3, TILED)):
         case = quantised(lambda rows=rows: plans.projection(F32, rows, inner=72, columns=33), group)
         case.inputs[0].copy_(torch.where(case.inputs[0] > 0, 0.5, -0.5))  # 63.5 of 127, but for a row's largest
         case.inputs[0][:, 0] = 1.0
@@ -88,13 +93,46 @@ def test_half_way_between_two_codes_the_even_one_is_taken(interpreter, group):
 @pytest.mark.parametrize("group", [0, 20], ids=lambda group: f"group{group}")
 def test_rows_are_rounded_wherever_the_prologue_is_computed(interpreter, group):
     """A prologue apart leaves rows that the product still has to round, where it does not leave them as int8."""
-    for rows, choice in ((1, GEMV), (5, SKINNY), (5, TILED)):
+    for rows, choice in ((1, GEMV), (5, INT8_SKINNY), (5, INT8_TILED)):
         case = quantised(lambda rows=rows: plans.gate_up(F32, rows), group)
         case.spec.plan = replace(case.spec.plan, activations="int8")
         together, apart = (run(case, interpreter, choice=replace(choice, apart=apart)) for apart in (False, True))
         for one, other, exact in zip(together, apart, case.expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
             assert 1e-4 < (one - exact).norm() / exact.norm() < 0.05 or torch.equal(one, exact), "rounded, and to int8"
+
+
+def test_steps_that_are_too_short_for_int8_on_the_matrix_units():
+    case = rounded_rows(quantised(lambda: plans.projection(BF16, 13, inner=96, columns=33), 48))
+    assert not int8_rows(case.spec, SKINNY), "Triton has no such product of int8"
+    (kernel,) = generate(case.spec, SKINNY)
+    assert "tl.int32)" not in kernel.source
+
+
+@pytest.mark.parametrize("group", [16, 32, 48, 64, 128, 24])
+@pytest.mark.parametrize("rows", [8, 33, 256])
+def test_no_choice_has_scales_change_within_a_step(group, rows):
+    """The weights would be made fp32 before they are multiplied, and multiplied without the matrix units. Where groups leave nothing else,
+    tiles are those of fp32."""
+    for make in (lambda: plans.projection(BF16, rows, 4096, 4096, strided=False), lambda: plans.gate_up(BF16, rows, 4096, 14336)):
+        with torch.device("meta"):
+            spec = quantised(make, group).spec
+        for choice in (*cost.choices(spec), *cost.candidates(spec)):
+            if group == 24:
+                assert choice.schedule == "tiled" and choice.block_m * choice.block_n <= 64 * 64 and not choice.digits
+            else:
+                assert group % choice.block_k == 0, choice
+                assert not choice.digits or int8_rows(spec, choice), choice
+
+
+@pytest.mark.parametrize("group, rows", [(32, 16), (48, 16), (24, 8)])
+def test_groups_compile_for_hopper(group, rows):
+    """Some needed 950 KB of shared memory."""
+    with torch.device("meta"):
+        case = quantised(lambda: plans.gate_up(BF16, rows, 4096, 14336), group)
+    (kernel,) = generate(case.spec)
+    used = resources(case, kernel, 90)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["SHARED"] <= H200.shared, used
 
 
 def test_no_weight_is_converted_beside_digits():
