@@ -105,6 +105,8 @@ def _node_reason(node: fx.Node) -> str | None:
         module = getattr(node.target, "__module__", "") or ""
         if name in ("_enter_autocast", "_exit_autocast"):
             return "autocast is switched inside the graph"
+        if name.startswith("quantize_per_"):
+            return "a value is quantised by torch itself, which tracing takes for a float"
         if "functorch" in module or name in ("grad", "backward"):
             return f"it transforms functions ({name})"
     if is_random(node):

@@ -21,6 +21,8 @@ class MemoryGuard:
         self._offset = any(isinstance(value, Tensor) and _begins_elsewhere(value) for value in example_inputs)
         self._overlapping: set[int] = set()  # memory of which a tensor shows a place several times
         self._gapped: set[int] = set()  # memory of which windows were taken that do not cover it
+        self._inputs: dict[int, int] = {}  # memory -> how many inputs show it
+        self._changed: set[int] = set()  # memory of inputs that is written to
         self._makers: dict[int, fx.Node] = {}  # memory -> the node that made it
 
     def why_not(self, node: fx.Node) -> str | None:
@@ -32,7 +34,7 @@ class MemoryGuard:
                 self._overlapping.add(_memory(value))
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         name = str(name).split(".")[0]
-        if name in ("as_strided", "as_strided_"):
+        if name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"):
             if self._offset:
                 return "memory is addressed from its beginning (as_strided), and an input begins elsewhere"
             if not self._lies_as_known(node.args[0] if node.args else None):
@@ -44,8 +46,13 @@ class MemoryGuard:
             places = [_memory(value) for value in held if isinstance(value, Tensor)]
             if len(set(places)) < len(places):
                 return "tensors that share memory are written to in one call"
-        if (self._overlapping or self._gapped) and node.op in ("call_function", "call_method") and may_write(node):
+        if node.op == "placeholder" and isinstance(value, Tensor):
+            self._inputs[_memory(value)] = self._inputs.get(_memory(value), 0) + 1
+        if node.op == "output" and any(self._shows_what_inputs_share(one) for one in node.all_input_nodes):
+            return "a result shows memory that several inputs show, and that is written to"
+        if node.op in ("call_function", "call_method") and may_write(node):
             written = self._written(node)
+            self._changed |= written & self._inputs.keys()
             if written & self._overlapping:
                 return "a tensor is written to that shows a place of its memory several times (expand, unfold)"
             if written & self._gapped:
@@ -65,6 +72,14 @@ class MemoryGuard:
             return whole
         arguments = [one.meta.get("example_value") for one in maker.all_input_nodes]
         return maker.target in _CONTIGUOUS or all(one.is_contiguous() for one in arguments if isinstance(one, Tensor))
+
+    def _shows_what_inputs_share(self, node: fx.Node) -> bool:
+        """Whether a result is a view of an input beside which another one shows the memory, which is written to. (Tracing makes such a view
+        anew from the memory's beginning, whatever it was a view of.)"""
+        value = node.meta.get("example_value")
+        if not isinstance(value, Tensor) or node.op == "placeholder":
+            return False
+        return _memory(value) in self._changed and self._inputs[_memory(value)] > 1
 
     def _written(self, node: fx.Node) -> set[int]:
         values = [one.meta.get("example_value") for one in written_by(node) if isinstance(one, fx.Node)]

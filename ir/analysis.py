@@ -17,7 +17,7 @@ from .plan_linear import plan_linear
 from .plan_row import plan_row
 from .pull import fail
 from .semantics import LINEARS, aten, dsi
-from .tile import Load, Plan, Store
+from .tile import AttentionPlan, Expr, Index, LinearPlan, Load, Plan, Reduction, Statistic, Store, Window
 
 __all__ = ["bind_sizes", "evaluate_plan", "kernel_spec", "kind_of", "plan_region", "region_key"]
 
@@ -53,12 +53,26 @@ def plan_region(body: fx.GraphModule, kind: str | None = None) -> Plan:
         if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
             raise fail(node, f"{node.name} writes in place, which only whole graphs may do")
     plan: Plan = plan_linear(body) if derived == "linear" else plan_attention(body) if derived == "attention" else plan_row(body)
+    _tiles_are_read(body, plan)
     _caches_are_only_written(body, plan)
     missing = unbound_sizes(body, plan)
     if missing:
         names = ", ".join(sorted(map(str, missing)))
         raise fail(output, f"the size {names} can be read off no input of the region: it must be passed as a SymInt")
     return plan
+
+
+def _tiles_are_read(body: fx.GraphModule, plan: Plan) -> None:
+    """What is contracted or summed is a tile of values that differ; a number throughout has none."""
+    operands: list[Expr] = [part.body for part in within(plan) if isinstance(part, Reduction)]
+    if isinstance(plan, LinearPlan):
+        operands.append(plan.x)
+    elif isinstance(plan, AttentionPlan):
+        operands += [plan.q, plan.k, plan.v]
+    if all(any(isinstance(part, Load | Index | Statistic | Window) for part in within(operand)) for operand in operands):
+        return
+    node = next(node for node in body.graph.nodes if node.op == "call_function")
+    raise fail(node, f"something that the region of {node.name} contracts or sums is one number throughout, which a kernel has no tile of")
 
 
 def _caches_are_only_written(body: fx.GraphModule, plan: Plan) -> None:

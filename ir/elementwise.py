@@ -41,7 +41,15 @@ def operation(pull: Puller, node: fx.Node, name: str, operands: Sequence[Any], c
         common = torch.get_default_dtype()
     if common == torch.bool:
         name = _ON_BOOLS.get(name, name)
-    return apply(pull, name, [pull.operand(node, x, coords, common) for x in operands], common, dtype or fake(node).dtype)
+    values = [pull.operand(node, x, coords, common) for x in operands]
+    if kind == "bool":
+        values = [_rounded(value, common) for value in values]
+    return apply(pull, name, values, common, dtype or fake(node).dtype)
+
+
+def _rounded(value: Expr, dtype: torch.dtype) -> Expr:
+    """`value`, a number, as a tensor of `dtype` holds it: torch compares with that. (Sums and products take numbers as they are.)"""
+    return Const(torch.tensor(value.value, dtype=dtype).item(), dtype) if isinstance(value, Const) and value.dtype == dtype else value
 
 
 def apply(pull: Puller, name: str, values: Sequence[Expr], common: torch.dtype, dtype: torch.dtype) -> Expr:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from .packs import PACKED
-from .results import keep_apart, memory_of
+from .results import keep_apart, memory_of, several_of_one_memory, told_apart
 
 
 @functools.cache
@@ -41,7 +41,8 @@ def cpp_compiler() -> str | None:
 
 def decompositions() -> dict[Any, Callable]:
     """The table of ATen decompositions that Inductor's own front end traces with, except where that changes numbers: a term of `addmm` with
-    a factor of 0 is left out, whatever it holds; written out, it would be 0 times that.
+    a factor of 0 is left out, whatever it holds; written out, it would be 0 times that. Products of integers by a row or a column, and
+    `ldexp`, are written out, since what Inductor makes of them has other dtypes.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -54,7 +55,21 @@ def decompositions() -> dict[Any, Callable]:
 
     if addmm is not None:
         table[torch.ops.aten.addmm.default] = with_both_terms
+    bmm = table.get(torch.ops.aten.bmm.default)
+
+    def of_their_dtype(a: Any, b: Any, **kwargs: Any) -> Any:
+        if a.dtype.is_floating_point or a.dtype.is_complex or (a.shape[1] != 1 and b.shape[2] != 1):
+            return NotImplemented if bmm is None else bmm(a, b, **kwargs)
+        return (a.unsqueeze(-1) * b.unsqueeze(1)).sum(2, dtype=a.dtype)
+
+    table[torch.ops.aten.bmm.default] = of_their_dtype
+    table[torch.ops.aten.ldexp.Tensor] = _ldexp
     return table
+
+
+def _ldexp(x: Any, exponent: Any) -> Any:
+    dtype = torch.result_type(x, exponent)
+    return (x * torch.pow(2.0, exponent)).to(dtype if dtype.is_floating_point else torch.get_default_dtype())
 
 
 def static_input_indices() -> tuple[int, ...]:
@@ -132,7 +147,7 @@ def compile_graph(
 
     static = static_inputs(gm)
     with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch({**_as_written(), **patches}), _wide_steps():
-        memory = memory_of(gm)
+        memory, several = memory_of(gm), several_of_one_memory(gm)
         gm = _joint_graph_passes(compile_fx, gm, inputs)
         keep_apart(gm, memory, written)
         output = next(iter(reversed(gm.graph.nodes)))
@@ -141,7 +156,7 @@ def compile_graph(
             [number for number, value in enumerate(results) if isinstance(value, fx.Node)] if config.keep_output_stride else []
         )
         compiled = compile_fx.compile_fx_inner(gm, inputs, static_input_idxs=static, is_inference=True)
-    return boxed(compiled)
+    return told_apart(boxed(compiled), several)
 
 
 def _as_written() -> dict[str, Any]:

@@ -63,6 +63,40 @@ def writing(run: Boxed, written: Sequence[int]) -> Boxed:
     return call
 
 
+def several_of_one_memory(gm: fx.GraphModule) -> list[tuple[int, int]]:
+    """The numbers of results of a flat graph that are views of what an earlier one shows, too, each with that of the first result that is
+    the same node."""
+    first: dict[fx.Node, int] = {}
+    seen: dict[fx.Node, fx.Node] = {}
+    found = []
+    for number, node in enumerate(_results(gm)):
+        if isinstance(node, fx.Node):
+            first.setdefault(node, number)
+            if seen.setdefault(_origin(node), node) is not node:
+                found.append((number, first[node]))
+    return found
+
+
+def told_apart(run: Boxed, several: Sequence[tuple[int, int]]) -> Boxed:
+    """`run` such that no two results are a single tensor that are two in its graph, where `several` (of `several_of_one_memory`) show the
+    same memory: whoever resizes one, or puts a dimension into it, does not mean the other.
+    """
+    if not several:
+        return run
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        results = list(run(inputs))
+        for number, first in several:
+            if first < number:
+                results[number] = results[first]
+            elif any(other is results[number] for other in results[:number]):
+                results[number] = results[number].view(results[number].shape)
+        return results
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
 def memory_of(gm: fx.GraphModule) -> list[fx.Node | None]:
     """For each result of a flat graph the node that made the memory which it shows; None for a number."""
     return [_origin(node) if isinstance(node, fx.Node) else None for node in _results(gm)]

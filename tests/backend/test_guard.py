@@ -299,6 +299,14 @@ def test_values_that_are_negated_only_where_they_are_read(where):
     assert_aside(contexts, "negated")
 
 
+def test_values_that_torch_quantises():
+    x = torch.randn(4, 4).t()
+    with torch.no_grad(), collecting() as contexts:
+        got = compile_with(lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.quint8).dequantize() * 2)(x)
+    assert torch.equal(got, x.round().clamp(0, 255) * 2)
+    assert_aside(contexts, "quantised by torch itself")
+
+
 def test_tensor_subclass():
     from torch.testing._internal.two_tensor import TwoTensor
 

@@ -56,12 +56,23 @@ def places_times_a_number(x):
     return torch.arange(16) * 10**9, x + torch.arange(16) * 3 * 10**8, torch.arange(16, dtype=torch.int32) * 10**9
 
 
+def products_of_integers(a, b):
+    return a @ b, torch.bmm(a, b) * 100, a.int() @ b.int()
+
+
+def powers_of_two(x, exponent):
+    half = x.bfloat16()
+    return torch.ldexp(x, exponent), torch.ldexp(half, exponent), torch.ldexp(exponent, half), torch.ldexp(x.half(), exponent * x)
+
+
 CASES: list[tuple[Callable[..., Any], list[Tensor]]] = [
     (times_zero, [SPECIAL]),
     (terms_with_a_factor_of_zero, [torch.full((4,), NAN), seeded(1, 4), seeded(4, 4)]),
     (rounded_between, [seeded(5, 32), seeded(32, 17)]),
     (one_number, [seeded(3, 4)]),
     (places_times_a_number, [seeded(16)]),
+    (products_of_integers, [torch.ones(1, 1, 2, dtype=torch.int8), torch.full((1, 2, 3), 70, dtype=torch.int8)]),
+    (powers_of_two, [seeded(4), torch.arange(-1, 3)]),
     (sums_of_constants, [seeded(4)]),
     (attention_of_no_numbers, [torch.cat([seeded(1, 2, 3, 4), torch.full((1, 2, 1, 4), NAN)], 2), seeded(1, 2, 5, 4)]),
     (attention_scaled_by_infinity, [seeded(1, 2, 3, 4), seeded(1, 2, 5, 4)]),

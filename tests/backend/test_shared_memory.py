@@ -147,6 +147,45 @@ def test_what_windows_leave_out_is_kept_when_they_are_written_to(function, aside
     assert any("leave some of it out" in note for note in contexts[0].report.notes) == aside
 
 
+@pytest.mark.parametrize("view", [lambda part: part[0], lambda part: part.view(-1), lambda part: part.t()])
+def test_views_of_inputs_that_share_what_is_written(view):
+    """AOTAutograd makes such a view anew of the whole memory, whatever it was a view of."""
+
+    def function(whole, part):
+        whole.add_(100)
+        return view(part), whole * 2
+
+    mine, theirs = torch.arange(24.0).view(4, 6), torch.arange(24.0).view(4, 6)
+    with torch.no_grad():
+        got = torch.compile(function, backend="dsi", options={"executor": "reference"})(mine, mine[1:])
+        wanted = function(theirs, theirs[1:])
+    torch.testing.assert_close((got, mine), (wanted, theirs))
+    assert sharing(mine, got) == sharing(theirs, wanted)
+
+
+def resized(x):
+    y = x + 1
+    z = y.view(y.shape)
+    z.resize_(1)  # Dynamo leaves that to Python
+    return y, z
+
+
+def with_a_dimension_more(x):
+    y = x + 1
+    z = y.view(y.shape)
+    return y, z, z
+
+
+def test_two_tensors_of_one_memory_are_two():
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        y, z = torch.compile(resized, backend="dsi")(x)
+        assert torch.equal(y, x + 1) and torch.equal(z, (x + 1).view(-1)[:1])
+        y, z, again = torch.compile(with_a_dimension_more, backend="dsi")(x)
+    z.unsqueeze_(0)
+    assert y.shape == (4, 3) and z.shape == (1, 4, 3) and again is z
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_writes_around_what_shows_a_place_several_times_are_compiled(dynamic):
     def function(x, y):
@@ -175,12 +214,19 @@ def overlapping_chunks(x):
     return y.as_strided((5, 4), (2, 1)) + 1
 
 
+def written_and_copied_by_address(x):
+    y = (x * 2)[:, ::2]
+    y.add_(1)
+    return torch.as_strided_copy(y, (3,), (2,))
+
+
 @pytest.mark.parametrize(
     "function, x, aside",
     [
         (part_addressed, INTEGERS / 7, True),
         (rolled_and_addressed, (INTEGERS / 7).view(4, 3).t(), True),
         (overlapping_chunks, INTEGERS.view(4, 3) / 7, False),
+        (written_and_copied_by_address, INTEGERS / 7, True),
     ],
 )
 def test_memory_that_is_addressed_is_what_it_is_in_eager_mode(function, x, aside):

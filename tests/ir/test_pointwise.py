@@ -270,3 +270,14 @@ def test_plans_only_use_names_of_the_table() -> None:
         for part in parts_of(store.value):
             if isinstance(part, Op):
                 assert part.name in POINTWISE and len(part.args) == POINTWISE[part.name].arity
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_are_rounded_before_they_are_compared_with(dtype: torch.dtype) -> None:
+    x = torch.tensor([3.14, 0.1, 1.0]).to(dtype)
+    check(lambda x: (x == 3.14, x > 0.1, x >= 0.1, x != 0.1), [x])
+
+
+def test_numbers_are_not_rounded_before_they_are_added() -> None:
+    x = torch.randn(64).bfloat16()
+    check(lambda x: x * 0.1, [x])
