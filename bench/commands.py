@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
         ("audit", audit_command),
         ("timeline", timeline_command),
         ("in-model", in_model_command),
+        ("bytes", bytes_command),
     ):
         app.command(name)(command)
 
@@ -153,6 +154,32 @@ def timeline_command(
     if small:
         cache, live = 32, min(live, 20)
     timeline.run(shared, models(cases), numbers(batches), layers, cache, live)
+
+
+def bytes_command(
+    cases: Cases = "llama-3-8b",
+    batches: Batches = "1,8",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of each model.")] = 4,
+    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
+    live: Annotated[int, typer.Option(min=1, help="Tokens in the cache when a step begins.")] = 128,
+    against: Against = "dsi-int8",
+    dtype: Dtype = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
+    limit: Annotated[float, typer.Option(help="Seconds that one process may take.")] = 120.0,
+    child: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """What a decode step reads from memory, as Nsight Compute counts it, beside what it must."""
+    from bench import bytes_read
+
+    shared = settings(against, 1, dtype, small, budget, json)
+    if small:
+        cache, live = 32, min(live, 20)
+    if child is not None:
+        bytes_read.one_step(shared, child, numbers(batches)[0], layers, cache, live)
+    else:
+        bytes_read.run(shared, models(cases), numbers(batches), layers, cache, live, limit)
 
 
 def in_model_command(

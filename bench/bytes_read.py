@@ -1,0 +1,124 @@
+"""`python -m bench bytes`: what a step reads from the device's memory, kernel by kernel, as Nsight Compute counts it, beside what it must.
+
+Each side runs in a process of its own under `ncu`, which counts in one step behind two others. Caches are left as the kernel before leaves
+them: weights of a step are larger than the last level, so that what is read twice is counted twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import path, timing
+from bench.comparators import reset
+from bench.decode import workloads
+from bench.report import Report, Settings, figure
+from bench.sides import SIDES
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "step: "
+METRIC = "dram__bytes_read.sum"
+COUNTING = ("--profile-from-start", "off", "--cache-control", "none", "--clock-control", "none", "--print-units", "base", "--csv")
+SHOWN = 12  # kernels of a table, by what they read
+TAKES = 40.0  # seconds of a side: a model, its compilation, and a step that is counted kernel by kernel
+
+
+def run(
+    settings: Settings, cases: Sequence[str], batches: Sequence[int], layers: int | None, cache: int, live: int | None, seconds: float
+) -> Report:
+    """Count every case at every batch on every side; a process that runs longer than `seconds` is stopped."""
+    report = Report("bytes", settings)
+    tool = counter()
+    report.head["tool"] = tool
+    for name in cases:
+        for batch in batches:
+            for side in settings.against:
+                if not report.fits(f"{name}, b{batch}, {side}", 0 if settings.small else TAKES):
+                    continue
+                row: dict[str, Any] = {"case": name, "batch": batch, "side": side}
+                if tool is None:
+                    row["problem"] = "ncu is neither on the PATH nor in a CUDA toolkit (/usr/local/cuda)"
+                else:
+                    row |= _counted(settings, tool, name, batch, side, layers, cache, live, seconds)
+                report.add(row)
+                _print(row, report)
+    return report
+
+
+def counter() -> str | None:
+    """Nsight Compute's path, if there is one."""
+    places = [shutil.which("ncu"), shutil.which("ncu", path="/usr/local/cuda/bin")]
+    return next((place for place in places if place), None)
+
+
+def _counted(
+    settings: Settings, tool: str, name: str, batch: int, side: str, layers: int | None, cache: int, live: int | None, seconds: float
+) -> dict[str, Any]:
+    own = [sys.executable, "-m", "bench", "bytes", "--child", name, "--batches", str(batch), "--sides", side, "--cache", str(cache)]
+    for option, value in (("--layers", layers), ("--live", live), ("--dtype", settings.dtype)):
+        own += [option, str(value)] if value is not None else []
+    own += ["--small"] if settings.small else []
+    try:
+        done = subprocess.run(
+            [tool, "--metrics", METRIC, *COUNTING, *own], cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return {"problem": f"stopped after {seconds:.0f} s"}
+    marks = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    kernels = kernels_of(done.stdout)
+    if not marks or not kernels:
+        return {"problem": " ".join((done.stderr or done.stdout).split())[-400:] or f"exit status {done.returncode}"}
+    step = json.loads(marks[-1].removeprefix(MARK))
+    read = sum(count for _, count in kernels)
+    return {**step, "kernels": kernels, "bytes read": read, "over must": read / step["must read"]}
+
+
+def kernels_of(said: str) -> list[tuple[str, float]]:
+    """(kernel, bytes read) in the order of the launches, from what `ncu --csv` prints among other things."""
+    lines = [line for line in said.splitlines() if line.startswith('"')]
+    found = csv.DictReader(lines)
+    return [(row["Kernel Name"], float(row["Metric Value"].replace(",", ""))) for row in found if row.get("Metric Name") == METRIC]
+
+
+def one_step(settings: Settings, name: str, batch: int, layers: int | None, cache: int, live: int | None) -> None:
+    """In a process of its own: a step that is counted, behind two that compile and warm up."""
+    path.backend()
+    side = SIDES[settings.against[0]]
+    with torch.no_grad():
+        for _, _, work in workloads(settings, [name], [batch], layers, cache, live):
+            reset()
+            call = work.compile_for(side)[0]
+            for counted in (False, False, True):
+                work.prepare()
+                timing.synchronize()
+                if counted and torch.cuda.is_available():
+                    torch.cuda.profiler.start()
+                call()
+                timing.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.profiler.stop()
+            must = work.moved_int8 if side.int8 else work.moved
+            print(MARK + json.dumps({"title": work.title, "must read": must}), flush=True)
+
+
+def _print(row: dict[str, Any], report: Report) -> None:
+    if "problem" in row:
+        report.say(f"{row['case']}, b{row['batch']}, {row['side']}: {row['problem']}")
+        return
+    sums: dict[str, list[float]] = {}
+    for kernel, count in row["kernels"]:
+        sums.setdefault(kernel, []).append(count)
+    lines = [
+        (kernel[:60], str(len(counts)), figure(sum(counts) / len(counts) / 1e6, ".3f"), figure(sum(counts) / row["bytes read"], ".3f"))
+        for kernel, counts in sorted(sums.items(), key=lambda item: -sum(item[1]))[:SHOWN]
+    ]
+    title = f"{row['title']}, {row['side']}: {row['bytes read'] / 1e6:.1f} MB read, {row['must read'] / 1e6:.1f} must be"
+    report.table(f"{title} ({row['over must']:.3f} x)", ("kernel", "count", "MB each", "share"), lines)
