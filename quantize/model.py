@@ -17,6 +17,7 @@ from .feeds import mlp_weights
 from .formats import INT8, ROW, Format, Grouping
 from .int8 import quantise
 from .modules import QuantisedEmbedding, QuantisedLinear
+from .plain import is_plain
 
 Tied = Literal["head", "both", "keep"]
 
@@ -60,7 +61,7 @@ def quantise_model(
     `activations="int8"`: rows of their inputs are rounded to int8, too, except for the head that `model.get_output_embeddings()` names.
 
     Hooks of a linear move along. A linear that is something else besides (its forward was replaced, its weight is computed, its class is
-    another) stays as it is, and a warning says which and why.
+    another, and computes something else) stays as it is, and a warning says which and why.
 
     Raises `DsiError` for a weight that is not finite (by name) or not there (on the meta device), for `groups` beside another grouping than
     rows, and for a table that "both" cannot replace; nothing is replaced then.
@@ -132,11 +133,13 @@ def _check(wanted: dict[Any, list[Place]], tables: dict[int, list[tuple[nn.Embed
 
 def _why_left(module: Any) -> str | None:
     """Why a linear is not replaced although nobody skipped it: it is more than the product of x and a weight that lies there."""
-    if type(module) is not nn.Linear and not is_conv1d(module):
-        return f"a {type(module).__name__}, which may do more than a linear"
+    if type(module) is not nn.Linear and not is_conv1d(module) and not is_plain(module):
+        return f"a {type(module).__name__}, which does more than a linear"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed, no parameter of its own"
+    if nn.parameter.is_lazy(weight):
+        return "its weight has no sizes yet"
     if "forward" in vars(module):
         return "its forward was replaced"
     if not weight.is_floating_point() or weight.itemsize == 1:

@@ -6,9 +6,11 @@ import warnings
 
 import pytest
 import torch
+import zoo
 from dsi.ir.errors import DsiError
 from dsi.quantize.formats import Format, Grouping
 from dsi.quantize.modules import QuantisedLinear
+from dsi.quantize.plain import is_plain
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers.pytorch_utils import Conv1D
@@ -45,6 +47,44 @@ class Scaled(nn.Linear):
         return super().forward(x) * 10
 
 
+class Clamped(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.clamp(-20, 20))
+
+
+class Router(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).topk(2, -1)
+
+
+class Adapted(nn.Linear):
+    """A low-rank term that is still zero."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.low = nn.Parameter(torch.zeros(sizes[1], sizes[0]))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.low.t()
+
+
+class Spelled(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind, plain", [(Scaled, False), (Clamped, False), (Router, False), (Adapted, False), (Spelled, True)])
+def test_a_linear_of_another_class_is_asked_what_it_computes(kind, plain, dtype):
+    assert is_plain(kind(320, 48).to(dtype)) == plain
+
+
+def test_falcons_linears_become_int8():
+    model = zoo.decoder("falcon_mqa")
+    dsi.quantise_model(model)
+    assert not any(isinstance(m, nn.Linear) for m in model.modules())
+
+
 def computed(model: nn.Sequential) -> None:
     prune.l1_unstructured(model[0], "weight", 0.5)
 
@@ -74,13 +114,19 @@ def empty(model: nn.Sequential) -> None:
     model.forward = lambda x: model[1](model[0](x))
 
 
+def lazy(model: nn.Sequential) -> None:
+    model.side = nn.LazyLinear(4)
+    model.forward = lambda x: model[1](model[0](x))
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
+        (lazy, r"side \(its weight has no sizes yet"),
         (computed, r"0 \(its weight is computed"),
-        (parametrised, r"0 \(a ParametrizedLinear, which may do more"),
+        (parametrised, r"0 \(a ParametrizedLinear, which does more"),
         (patched, r"0 \(its forward was replaced"),
-        (derived, r"0 \(a Scaled, which may do more"),
+        (derived, r"0 \(a Scaled, which does more"),
         (complex_numbers, r"side \(its dtype is complex64"),
         (empty, r"side \(it has no entries"),
     ],
