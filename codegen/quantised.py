@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import sympy
 import torch
 from dsi.ir import tile as t
 
 from .builder import Block, triton_type
 from .printer import Printer
-from .words import as_words
+from .words import LONGEST, as_words
 
 if TYPE_CHECKING:
     from .kernel import Choice
@@ -120,7 +121,7 @@ def _word_scale(products: Products, block: Block, number: int, part: int) -> str
 
 def int8_rows(spec: t.KernelSpec, choice: Choice) -> bool:
     """Whether rows meet the weights as int8: as words, or on the matrix units, where every weight is int8 and a step has one scale a
-    column."""
+    column; and where integers hold the sum over a whole row."""
     plan = spec.plan
     assert isinstance(plan, t.LinearPlan)
     if choice.schedule == "gemv":
@@ -128,7 +129,8 @@ def int8_rows(spec: t.KernelSpec, choice: Choice) -> bool:
     if choice.schedule not in ("skinny", "tiled") or choice.block_k < LEAST_INT8 or not (choice.digits or plan.activations):
         return False
     scales = [window.scale for segment in plan.segments for window in segment.windows]
-    return all(scale is not None and within_step(scale, choice.block_k) for scale in scales)
+    short = sympy.sympify(plan.inner).is_Integer and int(plan.inner) < LONGEST
+    return all(scale is not None and within_step(scale, choice.block_k) and (short or scale.group) for scale in scales)
 
 
 def row_step(linear: Linear, bases: Bases, largest: float) -> str:

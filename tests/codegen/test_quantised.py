@@ -66,6 +66,17 @@ def test_the_error_of_digits_has_a_bound(interpreter):
     assert ((value.double() - exact).abs() <= bound + 1e-5 * exact.abs()).all()
 
 
+@pytest.mark.parametrize("activations", ["", "int8"], ids=["digits", "W8A8"])
+@pytest.mark.parametrize("choice", [INT8_SKINNY, INT8_TILED], ids=["skinny", "tiled"])
+def test_integers_do_not_overflow_over_a_long_row(interpreter, choice, activations):
+    case = quantised(lambda: plans.projection(F32, 3, inner=150016, columns=3, strided=False))
+    x, w, bias, residual = (n for n, tensor in enumerate(case.spec.inputs) if "scale" not in tensor.name)
+    case.inputs[x].fill_(1), case.inputs[w].fill_(127)
+    case.expected[0] = (case.real(x) @ case.real(w).T + case.real(bias) + case.real(residual)).float()
+    case = rounded_rows(case) if activations else case
+    check(case, interpreter, choice=replace(choice, block_n=16, block_k=1024, digits=0 if activations else 2))
+
+
 def test_a_row_that_is_not_finite_stays_so(interpreter):
     case = quantised(lambda: plans.projection(F32, 3, inner=72, columns=33))
     case.inputs[0][1, 5], case.inputs[0][2, 6] = float("inf"), float("nan")
