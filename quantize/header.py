@@ -10,7 +10,7 @@ from dsi.ir.quantised_ops import ACTIVATIONS
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .formats import Format, Grouping
-from .int8 import Quantised
+from .int8 import Quantised, short
 from .modules import QuantisedEmbedding, QuantisedLinear
 
 FORMAT: Final = "dsi quantised model"
@@ -136,8 +136,3 @@ class Header(_Part):
             place = ".".join(map(str, first["loc"]))
             text = first["msg"].removeprefix("Value error, ")
             raise DsiError(f"{path} is damaged: in its metadata, {place + ': ' if place else ''}{text[:1].lower()}{text[1:]}") from None
-
-
-def short(dtype: torch.dtype) -> str:
-    """A dtype's name without "torch."."""
-    return str(dtype).removeprefix("torch.")

@@ -45,7 +45,7 @@ def quantise(weight: Tensor, form: Format = INT8, *, kn: bool = False, name: str
     Raises `DsiError` naming `name` if an entry is nan or infinite, and where the groups of `form` do not fit its shape.
     """
     if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
-        raise DsiError(f"{name} is {_short(weight.dtype)} {list(weight.shape)}; a floating-point matrix is quantised")
+        raise DsiError(f"{name} is {short(weight.dtype)} {list(weight.shape)}; a floating-point matrix is quantised")
     stored = weight.detach()
     k, n = stored.shape if kn else stored.shape[::-1]
     try:
@@ -62,7 +62,8 @@ def quantise(weight: Tensor, form: Format = INT8, *, kn: bool = False, name: str
     return _arranged(digits, scales, form, group, n, k, kn)
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """A dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .conv1d import is_conv1d
 from .feeds import mlp_weights
 from .formats import INT8, ROW, Format, Grouping
-from .int8 import quantise
+from .int8 import quantise, short
 from .modules import QuantisedEmbedding, QuantisedLinear
 from .plain import is_plain
 
@@ -76,10 +76,12 @@ def quantise_model(
     near = mlp_weights(model, example) if mlp_extra_grouping else set()
     linears = _linears(model)
     tables = _tables(model)
-    wanted = {module: places for module, places in linears.items() if not _skipped(places, skip)}
+    # A weight has the names of all that hold it: a head's is the table's, too.
+    named = {m: [*places, *(place for _, place in tables.get(id(m._parameters.get("weight")), ()))] for m, places in linears.items()}
+    wanted = {module: places for module, places in linears.items() if not any(_matches(named[module], pattern) for pattern in skip)}
     others = {places[0].name: why for module, places in wanted.items() if (why := _why_left(module)) is not None}
     wanted = {module: places for module, places in wanted.items() if places[0].name not in others}
-    unused = [p for p in skip if not any(_matches(places, p) for places in linears.values())]
+    unused = [p for p in skip if not any(_matches(places, p) for places in named.values())]
     if unused:
         warnings.warn(f"dsi: skip: no linear is called {', '.join(map(repr, unused))}", stacklevel=2)
     _check(wanted, tables, tied)
@@ -143,7 +145,7 @@ def _why_left(module: Any) -> str | None:
     if "forward" in vars(module):
         return "its forward was replaced"
     if not weight.is_floating_point() or weight.itemsize == 1:
-        return f"its dtype is {str(weight.dtype).removeprefix('torch.')}"
+        return f"its dtype is {short(weight.dtype)}"
     return None if weight.numel() else "it has no entries"
 
 
@@ -191,10 +193,6 @@ def _tables(model: nn.Module) -> dict[int, list[tuple[nn.Embedding, Place]]]:
 
 def _matches(places: list[Place], pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for place in places for name in (place.name, f"{place.name}.weight"))
-
-
-def _skipped(places: list[Place], skip: Sequence[str]) -> bool:
-    return any(_matches(places, pattern) for pattern in skip)
 
 
 def _fitting(grouping: Grouping, module: Any, name: str, coarse: list[str]) -> Grouping:

@@ -11,7 +11,7 @@ from dsi.ir.quantised_ops import ACTIVATIONS, linear_int8
 from torch import Tensor, nn
 
 from .formats import INT8, SCALES, Format
-from .int8 import Quantised, quantise
+from .int8 import Quantised, quantise, short
 
 
 class QuantisedLinear(nn.Module):
@@ -52,7 +52,7 @@ class QuantisedLinear(nn.Module):
         """x [..., in_features] -> [..., out_features], in x's dtype. Raises `DsiError` for an x that is not floating-point."""
         if not x.is_floating_point():  # from a model that casts x to the dtype of the weight: its numbers are lost
             raise DsiError(
-                f"{self} was given {str(x.dtype).removeprefix('torch.')}: the model casts what it hands to this linear to the dtype of its "
+                f"{self} was given {short(x.dtype)}: the model casts what it hands to this linear to the dtype of its "
                 "weight, which is int8 now; leave it floating-point by its name (skip=[...] of quantise_model)"
             )
         return linear_int8(x, self.weight, self.scales, self.bias, group=self.group, activations=self.activations)
@@ -61,6 +61,14 @@ class QuantisedLinear(nn.Module):
     def quantised(self) -> Quantised:
         """The int8 form that it holds."""
         return Quantised(self.weight, self.scales, self.group)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # transformers' tie_weights() does this to a head, whose scales would then multiply the floats of the table.
+        if name == "weight" and isinstance(value, Tensor) and value.dtype != torch.int8:
+            raise DsiError(
+                f"{self} holds an int8 weight, which a {short(value.dtype)} one cannot replace: put a linear there, and quantise that"
+            )
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantisedLinear:
         # `model.half()` and the like must not round scales: they follow the weight to its device, in their own dtype.
@@ -75,8 +83,7 @@ class QuantisedLinear(nn.Module):
         weight, scales = (state_dict.get(prefix + name) for name in ("weight", "scales"))
         if isinstance(weight, Tensor) and weight.dtype != torch.int8:
             args[-1].append(
-                f"{prefix}weight is {str(weight.dtype).removeprefix('torch.')} in the state dict and int8 in the model: load it before the "
-                "model is quantised"
+                f"{prefix}weight is {short(weight.dtype)} in the state dict and int8 in the model: load it before the model is quantised"
             )
             return
         if isinstance(scales, Tensor) and scales.dtype != self.scales.dtype and scales.dtype in SCALES:
@@ -110,4 +117,4 @@ class QuantisedEmbedding(nn.Module):
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, {INT8}, {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {INT8}, {short(self.dtype)}"

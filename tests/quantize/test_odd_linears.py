@@ -221,3 +221,24 @@ def test_scales_of_a_state_dict_keep_their_dtype():
     assert narrow[0].scales.dtype == torch.float16
     narrow.load_state_dict(wide.state_dict())
     assert narrow[0].scales.dtype == torch.float32 and torch.equal(narrow(X), wide(X))
+
+
+def test_a_float_does_not_take_the_place_of_an_int8_weight():
+    model = zoo.decoder("llama_tied")
+    dsi.quantise_model(model)
+    ids = torch.tensor([[3, 50, 7]])
+    before = model(input_ids=ids).logits
+    for replace in (model.tie_weights, lambda: setattr(model.lm_head, "weight", nn.Parameter(torch.zeros(199, 64)))):
+        with pytest.raises(DsiError, match="holds an int8 weight, which a float32 one cannot replace"):
+            replace()
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("tied", ["head", "both"])
+@pytest.mark.parametrize("pattern", ["model.embed_tokens", "*.embed_tokens.weight", "lm_head"])
+def test_a_tied_head_is_skipped_by_either_name_of_its_weight(pattern, tied):
+    model = zoo.decoder("llama_tied")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dsi.quantise_model(model, skip=[pattern], tied=tied)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
