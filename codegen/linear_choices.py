@@ -167,7 +167,7 @@ def _ways(work: LinearWork, rows: int | None) -> list[tuple[int, bool]]:
     found = [(0, False)]
     if not work.bare and (rows is None or rows == 1 or rows >= APART_ROWS):
         found.append((0, True))
-    if work.group is not None and not work.rounded:
+    if work.group is not None and not work.rounded and not work.wide:  # two digits are 16 bits, which is too coarse for fp32
         found.append((2, False))
     return found
 

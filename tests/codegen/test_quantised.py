@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dsi.codegen import Choice, cost, generate
-from dsi.codegen.devices import H200
+from dsi.codegen.devices import A100, H200
 from dsi.codegen.quantised import int8_rows
 
 from . import plans
@@ -134,6 +134,17 @@ def test_no_choice_has_scales_change_within_a_step(group, rows):
             else:
                 assert group % choice.block_k == 0, choice
                 assert not choice.digits or int8_rows(spec, choice), choice
+
+
+@pytest.mark.parametrize("group", [0, 64])
+@pytest.mark.parametrize("rows", [1, 64, 512])
+def test_rows_of_fp32_are_no_digits(rows, group):
+    """Two hold 16 bits: an entry beside an outlier would lose most of what fp32 has."""
+    with torch.device("meta"):
+        spec = quantised(lambda: plans.projection(F32, rows, 4096, 4096, strided=False), group).spec
+    assert not any(
+        choice.digits for device in (H200, A100) for choice in (*cost.choices(spec, device), *cost.candidates(spec, None, device))
+    )
 
 
 @pytest.mark.parametrize("group, rows", [(32, 16), (48, 16), (24, 8)])
