@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 from dsi.ir import tile as t
 from pydantic import BaseModel, ConfigDict, Field
 
 from .devices import find_device
 from .kernel import Choice
-from .roofline import assumed_rows, assumptions, evaluate
+from .roofline import assumed_rows, assumptions, evaluate, rows_of
 
 FILE = Path(__file__).with_name("attention_defaults.json")
 FORMAT = 1
@@ -79,10 +78,10 @@ def entry(spec: t.KernelSpec, choice: dict[str, Any], us: float, max_rows: int |
         return None
     if plan.head_size != plan.value_size or (plan.mask is not None and plan.mask.dtype != torch.bool):
         return None
-    known = sympy.sympify(plan.queries).is_Integer
+    known = rows_of(plan).is_Integer
     judged = Choice("attention_decode", None if known else max_rows, 1, 1)
     assumed = assumptions(plan, judged)
-    queries = int(plan.queries) if known else assumed_rows(plan, judged)
+    queries = assumed_rows(plan, judged)
     batch, keys = int(evaluate(plan.batch, assumed)), max(int(evaluate(plan.keys, assumed)), 1)
     return AttentionEntry(
         heads=max(batch, 1) * plan.kv_heads,
@@ -109,7 +108,7 @@ def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice
     if not near:
         return None
     _, nearest = min(near, key=lambda found: found[0])
-    known = sympy.sympify(spec.plan.queries).is_Integer
+    known = rows_of(spec.plan).is_Integer
     return Choice(**{"max_rows": None if known else max_rows, **nearest.choice})
 
 
