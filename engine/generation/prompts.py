@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import GenerationMixin
 
+from .tables import described
+
 TEXT = ("inputs", "input_ids")
 # What a text comes with. Beside anything else (images, say) a token id may be a mark that is never looked up.
 BESIDES = {"attention_mask", "position_ids", "token_type_ids", "decoder_attention_mask", "decoder_position_ids"}
@@ -171,8 +173,8 @@ def vocabulary(model: Any, part: str | None = None) -> int | None:
     included; None where it cannot be seen."""
     try:
         table = (getattr(model, part)() if part else model).get_input_embeddings()
-        size, width = table.weight.shape
+        size, width = described(table)[:2]
         added = [part for part in table.children() if isinstance(part, nn.Embedding) and part.embedding_dim == width]
-        return int(size) + sum(part.num_embeddings for part in added)
+        return size + sum(part.num_embeddings for part in added)
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         return None

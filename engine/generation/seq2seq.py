@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from .cache import KeyValueStore, LayerShape
 from .decoder import Decoder, NotOurs
 from .source import Joint, SourceShape, SourceStore
+from .tables import described
 from .trial import TOLERANCES
 
 ROWS, TOKENS, PLACES, PADDING = 2, 6, 5, 2  # of the trial; PADDING: places at the end of the second row's source
@@ -131,7 +132,7 @@ def _difference(decoder: Seq2Seq, ids: Tensor, states: Tensor, mask: Tensor | No
 def _ids(model: Any, device: torch.device) -> Tensor:
     """Tokens [rows, tokens] of the decoder, none of them padding: there are models that count no position for that."""
     tables = [part.get_input_embeddings() for part in (model, model.get_decoder())]
-    vocabulary = min(int(table.weight.shape[0]) for table in tables)  # a decoder may have a table of its own
+    vocabulary = min(described(table).rows for table in tables)  # a decoder may have a table of its own
     ids = (torch.arange(ROWS * TOKENS, device=device).reshape(ROWS, TOKENS) * 31 + 7) % vocabulary
     padding = getattr(model.config, "pad_token_id", None)
     return ids if padding is None else torch.where(ids == padding, (padding + 1) % vocabulary, ids)

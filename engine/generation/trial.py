@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLa
 
 from .cache import KeyValueStore, LayerShape
 from .decoder import Decoder, NotOurs
+from .tables import described
 
 ROWS, NEW, SLOTS = 2, 3, 5  # of the trial call: all different from each other and from 1
 
@@ -118,9 +119,9 @@ def compare_with_no_cache(decoder: Decoder) -> None:
     Two rows of six tokens: what is true of the model's positions and masks at any length shows in them.
     """
     model = decoder.model
-    embeddings = model.get_input_embeddings().weight  # type: ignore[operator]
+    embeddings = described(model.get_input_embeddings())  # type: ignore[operator]
     device = embeddings.device
-    ids = (torch.arange(ROWS * TOKENS, device=device).reshape(ROWS, TOKENS) * 31 + 7) % embeddings.shape[0]
+    ids = (torch.arange(ROWS * TOKENS, device=device).reshape(ROWS, TOKENS) * 31 + 7) % embeddings.rows
     mask = torch.ones(ROWS, TOKENS + 3, dtype=torch.int64, device=device)
     mask[1, :PADDING] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
