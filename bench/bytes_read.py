@@ -1,7 +1,8 @@
 """`python -m bench bytes`: what a step reads from the device's memory, kernel by kernel, as Nsight Compute counts it, beside what it must.
 
 Each side runs in a process of its own under `ncu`, which counts in one step behind two others. Caches are left as the kernel before leaves
-them: weights of a step are larger than the last level, so that what is read twice is counted twice.
+them: weights of a step are larger than the last level, so that what is read twice is counted twice. Other metrics of `ncu` can be counted
+beside (`--metrics`), to see what a kernel waits for; kernels run one after another then, whatever they overlap with in a step.
 """
 
 from __future__ import annotations
@@ -32,9 +33,16 @@ TAKES = 40.0  # seconds of a side: a model, its compilation, and a step that is 
 
 
 def run(
-    settings: Settings, cases: Sequence[str], batches: Sequence[int], layers: int | None, cache: int, live: int | None, seconds: float
+    settings: Settings,
+    cases: Sequence[str],
+    batches: Sequence[int],
+    layers: int | None,
+    cache: int,
+    live: int | None,
+    seconds: float,
+    metrics: Sequence[str] = (),
 ) -> Report:
-    """Count every case at every batch on every side; a process that runs longer than `seconds` is stopped."""
+    """Count every case at every batch on every side, `metrics` besides; a process that runs longer than `seconds` is stopped."""
     report = Report("bytes", settings)
     tool = counter()
     report.head["tool"] = tool
@@ -47,9 +55,9 @@ def run(
                 if tool is None:
                     row["problem"] = "ncu is neither on the PATH nor in a CUDA toolkit (/usr/local/cuda)"
                 else:
-                    row |= _counted(settings, tool, name, batch, side, layers, cache, live, seconds)
+                    row |= _counted(settings, tool, name, batch, side, layers, cache, live, seconds, metrics)
                 report.add(row)
-                _print(row, report)
+                _print(row, metrics, report)
     return report
 
 
@@ -60,7 +68,16 @@ def counter() -> str | None:
 
 
 def _counted(
-    settings: Settings, tool: str, name: str, batch: int, side: str, layers: int | None, cache: int, live: int | None, seconds: float
+    settings: Settings,
+    tool: str,
+    name: str,
+    batch: int,
+    side: str,
+    layers: int | None,
+    cache: int,
+    live: int | None,
+    seconds: float,
+    metrics: Sequence[str],
 ) -> dict[str, Any]:
     own = [sys.executable, "-m", "bench", "bytes", "--child", name, "--batches", str(batch), "--sides", side, "--cache", str(cache)]
     for option, value in (("--layers", layers), ("--live", live), ("--dtype", settings.dtype)):
@@ -68,7 +85,12 @@ def _counted(
     own += ["--small"] if settings.small else []
     try:
         done = subprocess.run(
-            [tool, "--metrics", METRIC, *COUNTING, *own], cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds
+            [tool, "--metrics", ",".join((METRIC, *metrics)), *COUNTING, *own],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         return {"problem": f"stopped after {seconds:.0f} s"}
@@ -77,15 +99,20 @@ def _counted(
     if not marks or not kernels:
         return {"problem": " ".join((done.stderr or done.stdout).split())[-400:] or f"exit status {done.returncode}"}
     step = json.loads(marks[-1].removeprefix(MARK))
-    read = sum(count for _, count in kernels)
+    read = sum(counts[METRIC] for _, counts in kernels)
     return {**step, "kernels": kernels, "bytes read": read, "over must": read / step["must read"]}
 
 
-def kernels_of(said: str) -> list[tuple[str, float]]:
-    """(kernel, bytes read) in the order of the launches, from what `ncu --csv` prints among other things."""
-    lines = [line for line in said.splitlines() if line.startswith('"')]
-    found = csv.DictReader(lines)
-    return [(row["Kernel Name"], float(row["Metric Value"].replace(",", ""))) for row in found if row.get("Metric Name") == METRIC]
+def kernels_of(said: str) -> list[tuple[str, dict[str, float]]]:
+    """(kernel, what was counted) in the order of the launches, from what `ncu --csv` prints among other things."""
+    found: dict[str, tuple[str, dict[str, float]]] = {}
+    for row in csv.DictReader(line for line in said.splitlines() if line.startswith('"')):
+        try:
+            value = float(row["Metric Value"].replace(",", ""))
+        except (KeyError, AttributeError, ValueError):
+            continue  # another table, or a metric that the device does not have
+        found.setdefault(row["ID"], (row["Kernel Name"], {}))[1][row["Metric Name"]] = value
+    return [kernel for kernel in found.values() if METRIC in kernel[1]]
 
 
 def one_step(settings: Settings, name: str, batch: int, layers: int | None, cache: int, live: int | None) -> None:
@@ -109,16 +136,22 @@ def one_step(settings: Settings, name: str, batch: int, layers: int | None, cach
             print(MARK + json.dumps({"title": work.title, "must read": must}), flush=True)
 
 
-def _print(row: dict[str, Any], report: Report) -> None:
+def _print(row: dict[str, Any], metrics: Sequence[str], report: Report) -> None:
     if "problem" in row:
         report.say(f"{row['case']}, b{row['batch']}, {row['side']}: {row['problem']}")
         return
-    sums: dict[str, list[float]] = {}
-    for kernel, count in row["kernels"]:
-        sums.setdefault(kernel, []).append(count)
-    lines = [
-        (kernel[:60], str(len(counts)), figure(sum(counts) / len(counts) / 1e6, ".3f"), figure(sum(counts) / row["bytes read"], ".3f"))
-        for kernel, counts in sorted(sums.items(), key=lambda item: -sum(item[1]))[:SHOWN]
-    ]
+    launches: dict[str, list[dict[str, float]]] = {}
+    for kernel, counts in row["kernels"]:
+        launches.setdefault(kernel, []).append(counts)
+
+    def mean(of: list[dict[str, float]], metric: str) -> float | None:
+        values = [counts[metric] for counts in of if metric in counts]
+        return sum(values) / len(values) if values else None
+
+    lines = []
+    for kernel, found in sorted(launches.items(), key=lambda item: -sum(counts[METRIC] for counts in item[1]))[:SHOWN]:
+        read = sum(counts[METRIC] for counts in found)
+        more = [figure(mean(found, metric), ".4g") for metric in metrics]
+        lines.append((kernel[:60], str(len(found)), figure(read / len(found) / 1e6, ".3f"), figure(read / row["bytes read"], ".3f"), *more))
     title = f"{row['title']}, {row['side']}: {row['bytes read'] / 1e6:.1f} MB read, {row['must read'] / 1e6:.1f} must be"
-    report.table(f"{title} ({row['over must']:.3f} x)", ("kernel", "count", "MB each", "share"), lines)
+    report.table(f"{title} ({row['over must']:.3f} x)", ("kernel", "count", "MB each", "share", *metrics), lines)

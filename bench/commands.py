@@ -167,6 +167,7 @@ def bytes_command(
     small: Small = False,
     budget: Seconds = None,
     json: Json = None,
+    metrics: Annotated[str, typer.Option(help="What ncu counts besides, by commas.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds that one process may take.")] = 120.0,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -179,7 +180,8 @@ def bytes_command(
     if child is not None:
         bytes_read.one_step(shared, child, numbers(batches)[0], layers, cache, live)
     else:
-        bytes_read.run(shared, models(cases), numbers(batches), layers, cache, live, limit)
+        wanted = [name for name in metrics.split(",") if name]
+        bytes_read.run(shared, models(cases), numbers(batches), layers, cache, live, limit, wanted)
 
 
 def in_model_command(

@@ -44,9 +44,29 @@ def counted(monkeypatch, settings, said, code=0):
 
 def test_what_is_read_is_held_against_what_must_be(monkeypatch, settings):
     row, command = counted(monkeypatch, settings, SAID)
-    assert row["kernels"] == [("region_001_linear", 3000.0), ("region_002_attention", 1200.0)]
+    write = {"dram__bytes_write.sum": 900.0}
+    assert row["kernels"] == [
+        ("region_001_linear", {bytes_read.METRIC: 3000.0}),
+        ("region_002_attention", {bytes_read.METRIC: 1200.0, **write}),
+    ]
     assert row["bytes read"] == 4200 and row["over must"] == 1.05 and "problem" not in row
     assert command[0] == "ncu" and command[command.index("--child") + 1] == "gpt2" and "--small" in command
+
+
+def test_other_metrics_are_asked_for_and_shown(monkeypatch, settings, capsys):
+    monkeypatch.setattr(bytes_read, "counter", lambda: "ncu")
+    asked = []
+
+    def run(command, **_):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, SAID, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    bytes_read.run(settings, ["gpt2"], [1], 2, 32, 20, 5.0, ["dram__bytes_write.sum", "no__such.sum"])
+    assert asked[-1][2] == "dram__bytes_read.sum,dram__bytes_write.sum,no__such.sum"
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (shown,) = [line for line in lines if line[:1] == ["region_002_attention"]]
+    assert shown[-2:] == ["900", "-"]  # nobody counted the other
 
 
 def test_a_run_that_counted_nothing_is_a_problem(monkeypatch, settings):
