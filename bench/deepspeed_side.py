@@ -1,7 +1,8 @@
 """`python -m bench deepspeed`: GPT-2's layers, without embedding and head, by DeepSpeed's own fused layers beside dsi and torch.compile.
 
 DeepSpeed keeps its keys and values in one workspace a process, made for the first width that it sees: one width a process. Its extension is
-compiled at the first use (a minute and more; `TORCH_CUDA_ARCH_LIST` says for which chips).
+compiled at the first use (a minute and more; `TORCH_CUDA_ARCH_LIST` says for which chips). It counts the tokens itself: more than one token
+at once are a prompt, which begins the count anew; each single token after them adds one.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ class Layers(nn.Module):
 
 
 def workload(settings: Settings, sizes: Sizes) -> Workload:
-    """A step of the layers on every side."""
+    """A step of the layers on every side. ValueError where a block goes over the cache: DeepSpeed would write beyond its own."""
+    if not 1 < sizes.live <= sizes.room - STEPS:
+        raise ValueError(
+            f"a block of {STEPS} steps needs 1 < live <= {sizes.room - STEPS}; {sizes.live} tokens of {sizes.room} were asked for"
+        )
     dtype = DTYPES[settings.dtype or ("fp32" if settings.small else "fp16")]
     shape = replace(shapes.SHAPES["gpt2"], width=sizes.width, heads=sizes.heads, inner=4 * sizes.width, vocab=199)
     model = shapes.build(shape, sizes.layers, sizes.room, dtype, settings.device)
@@ -92,7 +97,9 @@ def workload(settings: Settings, sizes: Sizes) -> Workload:
 
     def compile_for(side: Side) -> list[Callable[[], Tensor]]:
         if side is SIDES["deepspeed"]:
-            theirs[:] = deepspeed_layers(model, sizes, dtype)
+            made = deepspeed_layers(model, sizes, dtype)
+            through(made, prompt)  # where they cannot run, the other sides' `prepare` must not run them
+            theirs[:] = made
             return [lambda: through(theirs, step)] * STEPS
         forward = side.compile(layers)
         return [lambda: forward(step, position, cache.cache)] * STEPS
@@ -118,7 +125,12 @@ def workload(settings: Settings, sizes: Sizes) -> Workload:
 
 
 def through(layers: list[Any], x: Tensor) -> Tensor:
-    """`x` through DeepSpeed's layers."""
+    """`x` [1, S, width] through DeepSpeed's layers -> [1, S, width].
+
+    A layer adds to its input in place and returns it: the layers get a copy, so that `x` is the same for the next call. In a decoder that
+    input is what the embedding has just made; the copy, of S rows, is one launch that DeepSpeed's side has here and not there.
+    """
+    x = x.clone()
     for layer in layers:
         x = layer(x)[0]
     return x
