@@ -188,7 +188,7 @@ def _wide_steps() -> Iterator[None]:
     def arange(self: Any, index: Any, stride: Any) -> Any:
         return before(self, index, f"{int(stride)}LL" if getattr(stride, "is_Integer", False) or isinstance(stride, int) else stride)
 
-    CppVecKernel.arange = arange  # type: ignore[method-assign,assignment]
+    CppVecKernel.arange = arange  # type: ignore[method-assign]
     try:
         yield
     finally:
