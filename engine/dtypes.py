@@ -88,7 +88,7 @@ class _Cast:
             scales = isinstance(part, QuantisedLinear) and name == "scales"  # in their own dtype, whatever the model's is
             if buffer is not None and not scales and (rules is None or name not in part._non_persistent_buffers_set):
                 part._buffers[name] = self.buffer(buffer, prefix + name, rules)
-        if isinstance(part, QuantisedEmbedding):
+        if isinstance(part, (QuantisedLinear, QuantisedEmbedding)) and part.dtype is not None:
             part.dtype = self.target(f"{prefix}weight", rules)
         for name, child in part.named_children():
             self.walk(child, f"{prefix}{name}.", rules)

@@ -38,6 +38,7 @@ class Linear(_Part):
     stored_scale_dtype: Scales = Field(alias="stored scale dtype")
     bias: Float | None
     activations: str
+    dtype: Float | None = None  # of the floating-point weight
 
     @field_validator("activations")
     @classmethod
@@ -72,6 +73,7 @@ class Linear(_Part):
             "stored scale dtype": short(module.scales.dtype),
             "bias": None if module.bias is None else short(module.bias.dtype),
             "activations": module.activations,
+            "dtype": None if module.dtype is None else short(module.dtype),
         }
         return cls.model_validate(said)
 
@@ -83,7 +85,8 @@ class Linear(_Part):
             empty = Quantised(torch.empty(n, k, dtype=torch.int8), scales, self.group)
             bias = None if self.bias is None else torch.empty(n, dtype=_FLOATS[self.bias])
         form = Format(Grouping(self.grouping, self.size), _FLOATS[self.scale_dtype])
-        return QuantisedLinear(empty, bias, form=form, activations=self.activations)
+        dtype = None if self.dtype is None else _FLOATS[self.dtype]
+        return QuantisedLinear(empty, bias, form=form, activations=self.activations, dtype=dtype)
 
 
 class Table(_Part):

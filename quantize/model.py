@@ -100,12 +100,12 @@ def quantise_model(
             if table is not None and tied == "both":
                 mine = ROW
             found = quantise(weight, Format(mine, form.scales), kn=is_conv1d(module), name=f"{places[0].name}.weight")
-            new = shared[key] = QuantisedLinear(found, module.bias, form=Format(mine, form.scales), activations=rows)
+            new = shared[key] = QuantisedLinear(found, module.bias, form=Format(mine, form.scales), activations=rows, dtype=weight.dtype)
             if table is not None and tied == "both":
                 _replace_tables(table, new, weight.dtype)
         else:  # layers that share a weight share its int8
             first = shared[key]
-            new = QuantisedLinear(first.quantised, module.bias, form=first.form, activations=rows)
+            new = QuantisedLinear(first.quantised, module.bias, form=first.form, activations=rows, dtype=weight.dtype)
         for hooks in _HOOKS:
             setattr(new, hooks, getattr(module, hooks))
         for place in places:

@@ -19,17 +19,28 @@ class QuantisedLinear(nn.Module):
 
     `weight` int8 [out_features, in_features] and `scales` (see `ir.quantised_ops`) are buffers, so that no cast of the module touches the
     former; a cast to half precision leaves scales that are fp32 alone. For inference: nothing here has gradients.
+
+    `dtype`: that of the floating-point weight, which casts change as they would have changed the weight. A narrower x is widened to it: T5
+    keeps some linears in float32 since their results are beyond float16, and widens x itself only where their weight is floating-point.
     """
 
     weight: Tensor
     scales: Tensor
 
-    def __init__(self, quantised: Quantised, bias: Tensor | None = None, *, form: Format = INT8, activations: str = ""):
+    def __init__(
+        self,
+        quantised: Quantised,
+        bias: Tensor | None = None,
+        *,
+        form: Format = INT8,
+        activations: str = "",
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         if activations not in ACTIVATIONS:
             raise DsiError(f"activations is one of {', '.join(map(repr, ACTIVATIONS))}, not {activations!r}")
         self.out_features, self.in_features = quantised.weight.shape
-        self.group, self.form, self.activations = quantised.group, form, activations
+        self.group, self.form, self.activations, self.dtype = quantised.group, form, activations, dtype
         self.register_buffer("weight", quantised.weight)
         self.register_buffer("scales", quantised.scales)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -46,15 +57,20 @@ class QuantisedLinear(nn.Module):
         name: str = "weight",
     ) -> QuantisedLinear:
         """From a floating-point weight [N, K], or [K, N] if `kn`. Raises `DsiError` naming `name` where it cannot be quantised."""
-        return cls(quantise(weight, form, kn=kn, name=name), bias, form=form, activations=activations)
+        return cls(quantise(weight, form, kn=kn, name=name), bias, form=form, activations=activations, dtype=weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], in x's dtype. Raises `DsiError` for an x that is not floating-point."""
+        """x [..., in_features] -> [..., out_features], in x's dtype, or `dtype` if that is wider.
+
+        Raises `DsiError` for an x that is not floating-point.
+        """
         if not x.is_floating_point():  # from a model that casts x to the dtype of the weight: its numbers are lost
             raise DsiError(
                 f"{self} was given {short(x.dtype)}: the model casts what it hands to this linear to the dtype of its "
                 "weight, which is int8 now; leave it floating-point by its name (skip=[...] of quantise_model)"
             )
+        if self.dtype is not None and self.dtype.itemsize > x.dtype.itemsize:
+            x = x.to(self.dtype)
         return linear_int8(x, self.weight, self.scales, self.bias, group=self.group, activations=self.activations)
 
     @property
@@ -76,6 +92,8 @@ class QuantisedLinear(nn.Module):
         super()._apply(fn, recurse)
         if self.scales.dtype != before.dtype:
             self.scales = before.to(self.scales.device)
+        if self.dtype is not None:
+            self.dtype = _cast(fn, self.dtype, self.scales)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -113,8 +131,13 @@ class QuantisedEmbedding(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantisedEmbedding:
         # What a cast of the model makes of floats is what rows are handed out in.
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.head.weight.device)).dtype
+        self.dtype = _cast(fn, self.dtype, self.head.weight)
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {INT8}, {short(self.dtype)}"
+
+
+def _cast(fn: Any, dtype: torch.dtype, beside: Tensor) -> torch.dtype:
+    """What `fn`, which a module applies to its tensors, makes of a `dtype`."""
+    return fn(torch.empty(0, dtype=dtype, device=beside.device)).dtype
