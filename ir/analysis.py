@@ -52,7 +52,11 @@ def plan_region(body: fx.GraphModule, kind: str | None = None) -> Plan:
             raise fail(node, f"{node.name} is a second contraction beside the region's linears", 7)
         if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
             raise fail(node, f"{node.name} writes in place, which only whole graphs may do")
-    plan: Plan = plan_linear(body) if derived == "linear" else plan_attention(body) if derived == "attention" else plan_row(body)
+    try:
+        plan: Plan = plan_linear(body) if derived == "linear" else plan_attention(body) if derived == "attention" else plan_row(body)
+    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        # A case that the planner did not think of: the region is not made, and the report says what went wrong.
+        raise fail(output, f"it is not planned: {type(error).__name__}: {error}") from error
     _tiles_are_read(body, plan)
     _caches_are_only_written(body, plan)
     missing = unbound_sizes(body, plan)

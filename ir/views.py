@@ -277,6 +277,8 @@ def _index(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 def _index_select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     source, dim, index = args_of(node)
+    if not coords:  # of a tensor without dimensions only itself can be selected
+        return pull.at(source, ())
     dim = _axis(node, dim, len(coords))
     at = (coords[dim],) if fake(index).dim() else ()
     return pull.at(

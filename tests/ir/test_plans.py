@@ -403,6 +403,7 @@ def test_negative_and_selected_indices() -> None:
     check(lambda x, i: x[i] * 2, [x, torch.tensor([[1, -1], [0, -5]])])
     check(lambda x, i: x[:, i, None] * 2, [x, torch.tensor([2, -3])])
     check(lambda x, i: x.index_select(1, i) * 2, [x, torch.tensor([2, 2, 5])])
+    check(lambda x, i: x.index_select(0, i) * 2, [x[0, 0], torch.tensor(0)])
     check(lambda x, i: x.gather(1, i) * 2, [x, torch.randint(0, 6, (4, 3))])
 
 

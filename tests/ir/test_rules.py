@@ -385,3 +385,11 @@ def test_a_refusal_names_the_models_source_line() -> None:
 )
 def test_tiles_of_one_number(function: Callable[..., Any], inputs: list[torch.Tensor]) -> None:
     assert "one number throughout" in refusal(function, *inputs)
+
+
+def test_what_the_planner_did_not_think_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(body: torch.fx.GraphModule) -> None:
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr("dsi.ir.analysis.plan_row", mistaken)
+    assert refusal(lambda x: x + 1, R(3)) == "region: it is not planned: IndexError: tuple index out of range"
