@@ -12,6 +12,7 @@ from dsi.ir.errors import Refusal
 from dsi.ir.region import Region
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .ahead import Made, compile_ahead, sizes_now
 from .cache import DiskCache
@@ -21,7 +22,7 @@ from .inductor_api import static_inputs
 from .kernels import KernelSet, device_name, kernels_for, renew
 from .launch import GeneratedKernel
 from .program import Kernels, Program, RegionKernel, build
-from .sizes import Sizes
+from .sizes import Sizes, expression
 from .timing import timed
 from .trial import DeviceTrials
 from .tune import tune, unusable
@@ -97,6 +98,9 @@ def why_not_graphed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
             return f"a CUDA graph keeps the value that {name}, which is on the {device.type}, has when it is recorded"
     if len({device for _, device in tensors}) > 1:
         return "a CUDA graph records one device, and its inputs are on several"
+    node = next((node for node in gm.graph.nodes if node.op == "call_function" and free_unbacked_symbols(node.meta.get("val"))), None)
+    if node is not None:
+        return f"a CUDA graph has fixed sizes, and one that {node.name} has depends on values"
     return ""
 
 
@@ -113,6 +117,10 @@ def generated_kernels(context: Context, device: torch.device | str, made: list[M
         elsewhere = [f"{node} on {value.device}" for node, value in tensors if _is_tensor(value) and _place(value.device) != _place(here)]
         if not isinstance(found, Refusal) and elsewhere:
             found = Refusal(f"runs by references: {', '.join(elsewhere)} cannot be read by a kernel on {here}", node=region.name)
+        unknown = sorted({symbol for _, value in tensors for symbol in _symbols(value)} - set(sizes.names))
+        if not isinstance(found, Refusal) and unknown:
+            reason = f"runs by references: {', '.join(unknown)} is a size that depends on values and no input of the graph has"
+            found = Refusal(reason, node=region.name)
         if isinstance(found, Refusal):
             if found not in context.report.unfused:
                 context.report.unfused.append(found)
@@ -127,6 +135,12 @@ def generated_kernels(context: Context, device: torch.device | str, made: list[M
         return FallingBack(kernel, region, context, remade)
 
     return kernels
+
+
+def _symbols(value: Any) -> set[str]:
+    """The names of the symbols in the shape and strides of a fake, or in a SymInt."""
+    sizes = [*value.shape, *value.stride()] if _is_tensor(value) else [value]
+    return {symbol.name for size in sizes if isinstance(size, torch.SymInt) for symbol in expression(size).free_symbols}
 
 
 def _is_tensor(value: Any) -> bool:

@@ -9,11 +9,12 @@ import dsi.runtime.kernels as kernels
 import pytest
 import torch
 from dsi.codegen.kernel import Kernel, digest_of
+from dsi.compiler.observe import collecting
 from dsi.ir.errors import Refusal, refuse
 from dsi.runtime import ahead, inductor_api
 from dsi.runtime.ahead import compile_ahead, sizes_now
 from dsi.runtime.cpu import compile_cpu
-from dsi.runtime.cuda import generated_kernels, why_not_graphed
+from dsi.runtime.cuda import compile_interpreted, generated_kernels, why_not_graphed
 from dsi.runtime.kernels import KernelSet, kernels_for, print_kernels
 from dsi.runtime.launch import GeneratedKernel
 from dsi.runtime.program import build
@@ -308,3 +309,25 @@ def test_what_cannot_be_compiled_ahead_fails_at_its_launch_not_before(monkeypatc
     broken = Compiles("broken")
     compile_ahead([(outer.regions[2], broken)], (), torch.device("cuda"))
     assert broken.given
+
+
+def test_sizes_that_depend_on_values_run_by_references(monkeypatch):
+    """No input has such a size, so no kernel can be launched with it, nor a graph of launches recorded."""
+    reasons = []
+
+    def compiled(gm, inputs, context):
+        reasons.append(why_not_graphed(gm, [0 for _ in inputs]))  # of no device at all
+        return compile_interpreted(gm, inputs, context)
+
+    def function(x, mask):
+        rows = x[mask]
+        return torch.tanh(rows).relu() + 1, rows.shape[0]
+
+    monkeypatch.setattr("dsi.runtime.cpu.compile_cpu", compiled)
+    x = torch.randn(6, 8)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), collecting() as contexts:
+        run = torch.compile(function, backend="dsi", fullgraph=True)
+        for mask in (x[:, 0] > 0, x[:, 0] > 100, x[:, 0] < 100):
+            torch.testing.assert_close(run(x, mask), function(x, mask))
+    assert len(contexts) == 1 and "depends on values" in reasons[0]
+    assert any("is a size that depends on values" in str(refusal) for refusal in contexts[0].report.unfused)
