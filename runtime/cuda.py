@@ -59,7 +59,12 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
         else:
             run = GraphedProgram(program, example_inputs, static_inputs(gm), written_inputs(gm), context, needed=program.needed)
 
+    # torch's own, without asking each time whether CUDA is there: the inputs of a call are.
+    current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
     def call(inputs: list[Any]) -> Sequence[Any]:
+        if current() == index:
+            return run(inputs)
         with torch.cuda.device(index):
             return run(inputs)
 

@@ -33,20 +33,16 @@ class FallingBack:
         self.allocate = kernel.allocate
         self._kernel, self._region, self._context, self._remake = kernel, region, context, remake
         self._instead: RegionKernel | None = None
+        self._run = _run_of(kernel)
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
-        if self._instead is None:
-            from triton.runtime.errors import OutOfResources
-
-            while True:
-                try:
-                    self._kernel(inputs, outputs, sizes)
-                    return
-                except OutOfResources as error:
-                    if not self._shrink(sizes, str(error).strip()):
-                        break
-        assert self._instead is not None
-        self._instead(inputs, outputs, sizes)
+        try:
+            self._run(inputs, outputs, sizes)
+        except _out_of_resources() as error:
+            if self._instead is not None:
+                raise
+            self._shrink(sizes, str(error).strip())
+            self(inputs, outputs, sizes)
 
     @property
     def kernel(self) -> GeneratedKernel:
@@ -59,29 +55,41 @@ class FallingBack:
 
     def use(self, kernel: RegionKernel) -> None:
         """Has `kernel` run the region from the next call on. What that raises is raised: nothing takes its place."""
-        self._instead = kernel
+        self._instead, self._run = kernel, _run_of(kernel)
 
-    def _shrink(self, sizes: Environment, reason: str) -> bool:
-        """Whether there is a smaller kernel to be tried, which `_kernel` is then; else the references are to run."""
+    def _shrink(self, sizes: Environment, reason: str) -> None:
+        """Puts a smaller kernel in the place of one that does not fit; where there is none, the references."""
         failed = self._kernel.chosen(sizes)
         smaller = fewer_stages(failed)
         if smaller is None:
-            self._instead = ReferenceKernel(self._region)
+            self._instead = self._run = ReferenceKernel(self._region)
             refusal = Refusal(f"its kernel does not fit the device, so it runs by references: {reason}", node=self._region.name)
             self._context.report.unfused.append(refusal)
             log.warning("dsi: %s: %s", self._region.name, refusal.reason)
-            return False
+            return
         found = self._kernel.found
         found = dataclasses.replace(found, variants=tuple(smaller if kernel is failed else kernel for kernel in found.variants))
         keep(self._region, self._context, found)
         self._kernel = self._remake(found)
+        self._run = _run_of(self._kernel)
         note = f"{self._region.name}: its kernel does not fit the device, so fewer steps of its loop are in flight: {reason}"
         self._context.report.notes.append(note)
         log.info("dsi: %s", note)
-        return True
 
     def describe(self) -> str:
         return self._kernel.describe() if self._instead is None else self._instead.describe()
+
+
+def _run_of(kernel: RegionKernel) -> Callable[..., Any]:
+    """What a call of a kernel runs: where it says so itself, that, one step less on the way."""
+    return getattr(kernel, "run", kernel)
+
+
+def _out_of_resources() -> type[BaseException]:
+    """What Triton raises for a kernel that its device cannot hold. Looked for when something was raised: it would cost each call."""
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources
 
 
 def fewer_stages(kernel: Kernel) -> Kernel | None:

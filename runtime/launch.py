@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -45,9 +45,14 @@ class GeneratedKernel:
         if isinstance(self._rows, tuple):  # the number of rows is known: the others are never used, nor loaded
             variants = (_fitting(variants, self._rows[0]),)
         self._variants = [_Variant(kernel, symbols, sizes, disk, device, overlaps) for kernel in variants]
+        # (inputs, outputs, sizes) -> None: what a call does, without the steps on the way to it that choose between one thing.
+        self.run: Callable[..., Any] = self._variants[0].run if len(self._variants) == 1 else self._by_rows
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
-        self._chosen(sizes)(inputs, outputs, sizes)
+        self.run(inputs, outputs, sizes)
+
+    def _by_rows(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
+        self._chosen(sizes).run(inputs, outputs, sizes)
 
     def compile(self, inputs: Sequence[Any], outputs: Sequence[torch.dtype], sizes: Environment) -> list[Any]:
         """Triton's compiled kernels for these sizes, loaded but not launched; `inputs` and `outputs` are dtypes, not tensors. May be called
@@ -116,11 +121,16 @@ class _Variant:
             return _Launch(module, launch, symbols, sizes, settle(launch, able, overlaps or number > 0), device)
 
         self._launches = [step(number, launch) for number, launch in enumerate(kernel.launches)]
+        self._runs = [launch.run for launch in self._launches]
+        self.run = self._runs[0] if len(self._runs) == 1 and not self._workspaces else self._run
 
-    def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
+    # (inputs, outputs, sizes) -> None: the kernel's launches on the current stream.
+    run: Callable[..., Any]
+
+    def _run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
         workspaces = [workspace(sizes) for workspace in self._workspaces]
-        for launch in self._launches:
-            launch(inputs, outputs, workspaces, sizes)
+        for run in self._runs:
+            run(inputs, outputs, sizes, workspaces)
 
     def compile(self, inputs: Sequence[Any], outputs: Sequence[torch.dtype], sizes: Environment) -> list[Any]:
         workspaces = [workspace.dtype for workspace in self._workspaces]
@@ -143,8 +153,12 @@ class _Launch:
         self._integers = sizes.compile(*(_over(argument.expr, symbols) for argument in launch.arguments if argument.kind == "size"))
         order = [_place(argument, launch.arguments[:position]) for position, argument in enumerate(launch.arguments)]
         self.launcher = Launcher(getattr(module, launch.entry), settled, order, current_stream(device), launch.words)
+        # (inputs, outputs, sizes, workspaces) -> one launch.
+        self.run: Callable[..., Any] = self._run
+        if isinstance(self._grid, tuple) and isinstance(self._integers, tuple) and 0 not in self._grid:
+            self.run = self.launcher.bound(self._grid, self._integers)
 
-    def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any], workspaces: Sequence[Any], sizes: Environment) -> None:
+    def _run(self, inputs: Sequence[Any], outputs: Sequence[Any], sizes: Environment, workspaces: Sequence[Any] = ()) -> None:
         grid = self._grid if isinstance(self._grid, tuple) else self._grid(*sizes)
         if 0 in grid:
             return

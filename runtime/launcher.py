@@ -21,6 +21,8 @@ from . import lookups
 GROUPS = ("inputs", "outputs", "workspaces", "integers")
 INTEGERS = GROUPS.index("integers")
 Place = tuple[int, int]
+# (inputs, outputs, sizes, workspaces) -> one launch. `sizes` are not looked at: so a region's step can call it as its kernel.
+Bound = Callable[..., Any]
 ALIGNMENT = 16  # bytes; Triton loads 16 bytes at once where it knows an address to be a multiple of this
 
 
@@ -96,36 +98,50 @@ class Launcher:
             # `run` loads the code. The kernel itself is kept too: where nothing else holds it, Triton unloads it.
             self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata, kernel)
 
-    def _direct(self, parameters: Sequence[str]) -> Callable[..., Any]:
+    def bound(self, grid: tuple[int, ...], integers: tuple[int, ...]) -> Bound:
+        """`launch` for one grid and these integers, which then cost nothing in a launch."""
+        if self.launch == self._by_triton:
+            return lambda inputs, outputs, sizes=(), workspaces=(): self._by_triton(grid, inputs, outputs, workspaces, integers)
+        return self._direct(self.function.arg_names, grid, integers)
+
+    def _direct(self, parameters: Sequence[str], grid: tuple[int, ...] | None = None, integers: tuple[int, ...] = ()) -> Callable[..., Any]:
         """A function written for these arguments: each step of a loop over them would cost as much as reading an address."""
         pointers = [position for position, (group, _) in enumerate(self.order) if group != INTEGERS]
         reads = [f"a{n} = {GROUPS[self.order[n][0]]}[{self.order[n][1]}].data_ptr()" for n in pointers]
-        aligned = ", ".join(f"a{n} % {ALIGNMENT} == 0" for n in pointers)
+        counted = len(pointers) < len(self.order)
+        aligned, usual = f"({', '.join(f'a{n} % {ALIGNMENT} == 0' for n in pointers)},)", "None"
+        if counted:
+            aligned, usual = (f"({addresses}, kinds(integers))" for addresses in (aligned, usual))
+        scope: dict[str, Any] = {
+            "compiled": self.compiled,
+            "first": self._first,
+            "stream": self.stream,
+            "kinds": kinds,
+            "hooked": hooked,
+        }
+        if grid is not None:
+            scope |= {"grid": grid, "integers": integers, "usual": (None, kinds(integers)) if counted else None}
+            usual = "usual"
         # All of them in a line at once first: almost every address is a multiple.
-        key = f"({aligned},) if ({' | '.join(f'a{n}' for n in pointers)}) % {ALIGNMENT} else None" if pointers else "None"
-        if len(pointers) < len(self.order):
-            key = f"({key}, kinds(integers))"
-        given = [f"a{n}" if group != INTEGERS else f"integers[{number}]" for n, (group, number) in enumerate(self.order)]
-        rest = [f"constants[{name!r}]" for name in parameters[len(self.order) :]]
+        key = f"{aligned} if ({' | '.join(f'a{n}' for n in pointers)}) % {ALIGNMENT} else {usual}" if pointers else usual
+        numbers = [repr(value) for value in integers] if grid is not None else [f"integers[{n}]" for n in range(len(self.order))]
+        given = [f"a{n}" if group != INTEGERS else numbers[number] for n, (group, number) in enumerate(self.order)]
+        rest = []
+        for name in parameters[len(self.order) :]:
+            scope[f"c_{name}"] = self.constants[name]
+            rest.append(f"c_{name}")
+        size = "x, y, z" if grid is None else ", ".join(map(str, (*grid, 1, 1)[:3]))
         lines = [
             *reads,
             f"key = {key}",
             "found = compiled.get(key)",
             "if found is None or hooked():",
             f"    return first(key, grid, {', '.join(GROUPS)})",
-            "x, y, z = (*grid, 1, 1)[:3]",
-            f"found[0](x, y, z, stream(), found[1], found[2], None, None, None, {', '.join([*given, *rest])})",
+            *(["x, y, z = (*grid, 1, 1)[:3]"] if grid is None else []),
+            f"found[0]({size}, stream(), found[1], found[2], None, None, None, {', '.join([*given, *rest])})",
         ]
-        text = f"def launch(grid, {', '.join(GROUPS)}):\n" + "".join(f"    {line}\n" for line in lines)
-        scope = {
-            "compiled": self.compiled,
-            "first": self._first,
-            "stream": self.stream,
-            "constants": self.constants,
-            "kinds": kinds,
-            "hooked": hooked,
-        }
-        exec(text, scope)
+        head = f"grid, {', '.join(GROUPS)}" if grid is None else "inputs, outputs, sizes=(), workspaces=()"
+        exec(f"def launch({head}):\n" + "".join(f"    {line}\n" for line in lines), scope)
         return scope["launch"]  # type: ignore[return-value]
 
 

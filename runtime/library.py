@@ -26,7 +26,8 @@ class LibraryStep:
         self._function = FUNCTIONS[call.function]
         self._views = [_Strided(view, over, sizes) for view in call.operands]
 
-    def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any], workspaces: Sequence[Any], sizes: Environment) -> None:
+    def run(self, inputs: Sequence[Any], outputs: Sequence[Any], sizes: Environment, workspaces: Sequence[Any] = ()) -> None:
+        """The call, on the current stream."""
         groups = (inputs, outputs, workspaces)
         *given, made = (view(groups, sizes) for view in self._views)
         if made.numel():

@@ -80,9 +80,11 @@ def region_step(
             lines.append(f"o{n} = i[{overwritten}]")
             continue
         base = clones.get(n)
-        names[f"new{n}"] = _maker(kernel, value)
         copied = "" if base is None else f".copy_(i[{base}])"
-        lines.append(f"o{n} = new{n}({number(value.shape)}, {number(value.stride())}){copied}")
+        allocate = getattr(kernel, "allocate", None)
+        names[f"new{n}"] = allocate or functools.partial(_empty, value.device)
+        names[f"dtype{n}"] = value.dtype
+        lines.append(f"o{n} = new{n}({number(value.shape)}, {number(value.stride())}, dtype{n}){copied}")
     outputs = f"[{', '.join(f'o{n}' for n in range(len(writes)))}]"
     maybe_empty = [f"i[{n}].numel() == 0" for n, value in enumerate(values) if not never_empty(value)]
     maybe_empty += [f"o{n}.numel() == 0" for n, node in enumerate(region.outputs) if not never_empty(node.meta["val"])]
@@ -111,10 +113,5 @@ def _equal_strides(output: torch.Tensor, base: torch.Tensor) -> bool:
     return all(expression(a) == expression(b) for a, b in zip(output.stride(), base.stride(), strict=True))
 
 
-def _maker(kernel: RegionKernel, fake: torch.Tensor) -> Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]:
-    """What makes a tensor of these sizes and strides, with the dtype and on the device of `fake`."""
-    allocate = getattr(kernel, "allocate", None)
-    if allocate is not None:
-        dtype = fake.dtype
-        return lambda size, stride: allocate(size, stride, dtype)
-    return functools.partial(torch.empty_strided, dtype=fake.dtype, device=fake.device)
+def _empty(device: torch.device, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -90,8 +90,10 @@ def test_a_direct_launch_sends_what_triton_sends(function, driver):
         for _ in range(2):  # by Triton at first where the kind is new, and then directly
             launcher.launch((3, 2), [x], [y], [], (n,))
             made.append(driver.pop())
+        launcher.bound((3, 2), (n,))([x], [y])  # without a key of its own
+        made.append(driver.pop())
         function[(3, 2)](x, y, n, **CONSTANTS)
-        assert made == [driver.pop()] * 2 and not driver
+        assert made == [driver.pop()] * 3 and not driver
         assert made[0][:4] == (3, 2, 1, STREAM) and x.data_ptr() in made[0][-1]
     assert len({found[1] for found in launcher.compiled.values()}) == len(launcher.compiled) == 5
 
@@ -102,9 +104,10 @@ def test_a_tensor_read_in_words_must_be_aligned_in_every_launch(function, driver
     for x in (memory, memory[4:]):
         launcher.launch((1,), [x], [y], [], (100,))
     launches = len(driver)
-    for _ in range(2):
+    bound = launcher.bound((1,), (100,))
+    for launch in (lambda x: launcher.launch((1,), [x], [y], [], (100,)), lambda x: bound([x], [y])) * 2:
         with pytest.raises(DsiError, match=r"the int8 weight x lies at .* no multiple of 16 bytes"):
-            launcher.launch((1,), [memory[1:]], [y], [], (100,))
+            launch(memory[1:])
     launcher.launch((1,), [memory], [y[1:]], [], (100,))  # what is not read in words may lie anywhere
     assert len(driver) == launches + 1
 
@@ -115,7 +118,18 @@ def test_the_second_launch_does_not_go_through_triton(function, driver, monkeypa
     launcher.launch((1,), [x], [y], [], (64,))
     monkeypatch.setattr(type(function), "run", None)
     launcher.launch((1,), [x], [y], [], (48,))
-    assert len(driver) == 2
+    launcher.bound((1,), (48,))([x], [y])
+    assert len(driver) == 3
+
+
+def test_a_bound_launch_may_be_the_first(function, driver, monkeypatch):
+    launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM)
+    bound, x, y = launcher.bound((1,), (64,)), torch.zeros(64), torch.zeros(64)
+    bound([x], [y])
+    monkeypatch.setattr(type(function), "run", None)
+    bound([x], [y])
+    launcher.launch((1,), [x], [y], [], (64,))
+    assert driver[0] == driver[1] == driver[2] and len(driver) == 3
 
 
 def test_what_is_compiled_ahead_is_what_is_launched(function, driver, monkeypatch):
@@ -141,16 +155,22 @@ def test_a_profiler_is_told_of_every_launch(function, driver):
     try:
         type(function).run = lambda *args, **kwargs: asked.append(1) or original(*args, **kwargs)
         launcher.launch((1,), [x], [y], [], (64,))
+        launcher.bound((1,), (64,))([x], [y])
     finally:
         type(function).run = original
         triton.knobs.runtime.launch_enter_hook.remove(hook)
-    assert asked == [1] and len(driver) == 2
+    assert asked == [1, 1] and len(driver) == 3
     assert not hooked()
 
 
 def test_a_parameter_with_a_default_is_left_to_triton(function, driver):
     launcher = Launcher(function, {"BLOCK": 16}, ORDER, lambda: STREAM)
     assert launcher.launch == launcher._by_triton
+    asked = []
+    launcher._by_triton = lambda *given: asked.append(given)
+    launcher.launch = launcher._by_triton
+    launcher.bound((3,), (5,))("inputs", "outputs", (), "workspaces")
+    assert asked == [((3,), "inputs", "outputs", "workspaces", (5,))]
 
 
 NUMBERS = st.one_of(st.integers(-64, 64), st.sampled_from([s * 2**e + d for e in (31, 32, 62) for d in (-1, 0, 1) for s in (1, -1)]))
