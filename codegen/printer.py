@@ -115,6 +115,8 @@ class Printer(IndexPrinter):
         source = self.integer(normalise(Remainder(at, tile.columns.hold), tile.limits), SUM)
         if tile.group_start:
             source = f"{self.statement(tile.group_start, frozenset((axis,)), 'group_start').code}{subscript} + {source}"
+        if axis in tile.masks:  # columns that pad a group have partners that the block may not have
+            source = f"tl.where({tile.masks[axis]}, {source}, 0)"
         if len(tile.shape) > 1:
             source = f"tl.broadcast_to({source}, {tile.dims(text.axes)})"
         index = self.statement(source, text.axes, "partner")

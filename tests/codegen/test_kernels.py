@@ -123,6 +123,25 @@ def test_a_permutation_that_no_cut_explains(interpreter):
     check(case, interpreter, kernel)
 
 
+@pytest.mark.parametrize("rows, schedule", [(1, "gemv"), (3, "gemv"), (5, "tiled")])
+def test_columns_that_pad_a_group_are_gathered_from_within_the_block(interpreter, rows, schedule):
+    """Rope of six heads that are held together, as under a norm of them all: 144 columns in a block of 256, whose last would have partners
+    behind it."""
+    case = Case("six_heads", F32)
+    x, w = case.input("x", (rows, 16)), case.input("w", (144, 16))
+    y = case.real(x) @ case.real(w).T
+    turned = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)).view(rows, 6, 2, 12).flip(2).reshape(rows, 144)
+    out = case.output("out", (rows, 144), turned)
+    partner = sympy.floor(t.C / 24) * 24 + sympy.Mod(t.C + 12, 24)
+    value = op("mul", t.Permuted(t.Window(0), t.C, partner, F32), t.Statistic(0, "rstd"))
+    norm = t.Reduction("rms", t.Window(0), t.C, sympy.Integer(144), 1e-5)
+    segment = t.Segment(sympy.Integer(144), (t.WeightWindow(w, t.C),), (t.Store(out, (t.R, t.C), value, F32),), 144, (norm,))
+    case.finish(t.LinearPlan(sympy.Integer(rows), sympy.Integer(16), case.load(x, t.R, t.K), F32, (segment,)))
+    (kernel,) = generate(case.spec, Choice(schedule, None, 16 if schedule == "tiled" else 4 if rows > 1 else 1, 256, 16, 16))
+    assert "tl.gather" in kernel.source
+    check(case, interpreter, kernel)
+
+
 # --------------------------------------------------------------------------------------------------------------------- attention
 
 
