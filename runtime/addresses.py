@@ -75,6 +75,7 @@ class Others:
         fixed = [number for number in numbers if number not in symbolic]
         self._extents = {number: extent(example_inputs[number]) for number in fixed}
         self._overlapping = {number: overlaps_itself(example_inputs[number]) for number in fixed}
+        self.settled = len(fixed) == len(self.numbers)  # where nothing is written, `among` says the same in every call
 
     def sizes(self, inputs: Sequence[Any]) -> Hashable:
         """What may differ between two calls that the same program serves: numbers, and the sizes and strides of symbolic tensors."""

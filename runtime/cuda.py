@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from .ahead import Made, compile_ahead, sizes_now
 from .cache import DiskCache
 from .fallback import FallingBack
-from .graphs import GraphedProgram, written_inputs
+from .graphs import CudaRecorder, GraphedProgram, launches_of_a_call, written_inputs
 from .inductor_api import static_inputs
 from .kernels import KernelSet, device_name, kernels_for, renew
 from .launch import GeneratedKernel
@@ -53,11 +53,14 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     run: Boxed = program
     mode = context.options.mode
     if mode in GRAPHED_MODES:
+        static, written = static_inputs(gm), written_inputs(gm)
         reason = why_not_graphed(gm, example_inputs) if context.options.cuda_graphs else "cuda_graphs=False"
+        reason = reason or why_not_worth_it(program, launches_of_a_call(example_inputs, static, written, program.results))
         if reason:
             context.report.notes.append(f"mode {mode!r}: every kernel is launched by itself: {reason}")
         else:
-            run = GraphedProgram(program, example_inputs, static_inputs(gm), written_inputs(gm), context, needed=program.needed)
+            recorder = CudaRecorder(torch.device("cuda", index))
+            run = GraphedProgram(program, example_inputs, static, written, context, recorder, program.needed)
 
     # torch's own, without asking each time whether CUDA is there: the inputs of a call are.
     current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -107,6 +110,13 @@ def why_not_graphed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     if node is not None:
         return f"a CUDA graph has fixed sizes, and one that {node.name} has depends on values"
     return ""
+
+
+def why_not_worth_it(program: Program, launches: int) -> str:
+    """Why a recorded graph, which costs `launches` a call, would save nothing; "" where it would, or nobody knows."""
+    if program.launches is None or program.launches > launches:
+        return ""
+    return f"it launches {program.launches}, and a CUDA graph with the copies of inputs and results is {launches}"
 
 
 def generated_kernels(context: Context, device: torch.device | str, made: list[Made] | None = None) -> Kernels:

@@ -49,6 +49,11 @@ class FallingBack:
         """The generated kernel that runs the region where nothing has taken its place."""
         return self._kernel
 
+    @property
+    def launches(self) -> int:
+        """How many launches a call is at most, by the generated kernel."""
+        return self._kernel.launches
+
     def remade(self, variants: Sequence[Kernel]) -> GeneratedKernel:
         """Other variants of the region's kernel, for its place in the program; `use` has one run it."""
         return self._remake(dataclasses.replace(self._kernel.found, variants=tuple(variants)))

@@ -13,12 +13,10 @@ is (kernels are loaded then), the second one records it; recording executes noth
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from dsi.ir.context import Context
@@ -26,38 +24,22 @@ from dsi.ir.region import Region
 from torch import fx
 
 from .addresses import Addresses, Memory, Others
+from .recorded import Boxed, Fits, Recorded, Recorder, Shelf
 from .workspaces import recording, stream_of
 
 log = logging.getLogger("dsi.runtime")
 
-GRAPHS = 16  # graphs that one program keeps; the least recently used one gives way
-REMEMBERED = 64  # keys that were seen once and may come again
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
-Fits = Callable[[list[Any], Hashable, Hashable], bool]  # (inputs, place, sizes) -> whether a graph is the one for that call
-
-
-class Recorder(Protocol):
-    """How work is recorded: CUDA's way, or a test's."""
-
-    def place(self) -> Hashable:
-        """Where work goes now (the current stream): part of the key, since replays on two streams may overlap."""
-
-    def may_record(self) -> bool:
-        """False while somebody else is recording: then the program must run as it is, and so become part of theirs."""
-
-    def record(self, run: Callable[[], Sequence[Any]], place: Hashable) -> tuple[Callable[[], None], Sequence[Any]]:
-        """A function that repeats what `run` does, and what `run` returned. Nothing is executed."""
-
 
 class CudaRecorder:
-    """Records with `torch.cuda.graph`; graphs of one stream share a memory pool."""
+    """Records with `torch.cuda.graph`; graphs of one stream share a memory pool. `device`: where all its work goes (None: to the device
+    that is the current one at each call)."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cuda")
         self._pools: dict[Hashable, Any] = {}
 
     def place(self) -> Hashable:
-        return stream_of(torch.device("cuda"))
+        return stream_of(self._device)
 
     def may_record(self) -> bool:
         return not torch.cuda.is_current_stream_capturing()
@@ -69,16 +51,12 @@ class CudaRecorder:
         torch._C._cuda_clearCublasWorkspaces()
         try:
             # Recording happens on a stream of its own; kernels are to use the scratch memory of the one where the graph will be launched.
-            with recording(stream_of(torch.device("cuda"))) as used, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with recording(stream_of(self._device)) as used, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 results = run()
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-        return functools.partial(_replay, graph, used), results
-
-
-def _replay(graph: torch.cuda.CUDAGraph, workspaces: Sequence[torch.Tensor]) -> None:
-    """Launches a graph. Its scratch memory lives as long as what this is bound to, since the graph goes on using it."""
-    graph.replay()
+        graph.workspaces = used  # type: ignore[attr-defined]  # its scratch memory lives as long as the graph, which goes on using it
+        return graph.replay, results
 
 
 class GraphedProgram:
@@ -108,9 +86,9 @@ class GraphedProgram:
         self._pinned = Addresses(sorted(tensors & (set(static) | set(written))))
         self._others = Others(example_inputs, sorted(tensors - set(self._pinned.numbers)), needed)
         self._context = context
-        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
-        self._latest: _Graph | None = None
+        self._shelf = Shelf()
+        self._latest: Callable[[], Recorded | None] = lambda: None
+        self._next = self._latest  # the graph that is looked at first: what came after the latest one the last time
         self._lock = threading.RLock()
         self._refused = False
         self.launched = 0  # graphs launched so far
@@ -121,56 +99,53 @@ class GraphedProgram:
         place, sizes = self.recorder.place(), self._others.sizes(inputs)
         # Held until the work is queued: inputs that are copied in must not be replaced before the replay that reads them is.
         with self._lock:
-            graph = self._latest
+            self._shelf.calls += 1
+            graph = self._next()
             if graph is None or not graph.fits(inputs, place, sizes):
                 graph = self._find(inputs, place, sizes)
                 if graph is None:
                     return self.program(inputs)
-                self._latest = graph
+                latest = self._latest()
+                if latest is not None:
+                    latest.next = graph.itself
+            self._latest, self._next = graph.itself, graph.next
+            graph.used = self._shelf.calls
             self.launched += 1
             return graph.run(inputs)
 
-    def _find(self, inputs: list[Any], place: Hashable, sizes: Hashable) -> _Graph | None:
+    def _find(self, inputs: list[Any], place: Hashable, sizes: Hashable) -> Recorded | None:
         """The graph of this call, recorded now if its key has been seen before; None where the program is to run as it is."""
         written = Memory([inputs[number] for number in self._written])
         more = self._others.among(inputs, written)
         key = (place, sizes, more, self._pinned.of(inputs), Addresses(more).of(inputs))
-        graph = self._graphs.get(key)
-        if graph is None:
-            if not self._comes_again(key):
-                return None
+        graph = self._shelf.graphs.get(key)
+        if graph is None and self._shelf.wants(key):
             graph = self._record(inputs, more, place)
-            if graph is None:
-                return None
-            graph.fits = self._fits(inputs, place, sizes, more, written)
-            self._graphs[key] = graph
-            if len(self._graphs) > GRAPHS:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
+            if graph is not None:
+                graph.fits = self._fits(inputs, place, sizes, more, written)
+                self._shelf.graphs[key] = graph
         return graph
 
     def _fits(self, inputs: list[Any], place: Hashable, sizes: Hashable, more: tuple[int, ...], written: Memory) -> Fits:
         """Whether a later call has the key of this one, found out without making its key."""
         others, in_place, further = self._others, self._pinned.stay(inputs), Addresses(more).stay(inputs)
+        if others.settled and not self._written:  # no call has others among them
 
-        def fits(later: list[Any], here: Hashable, now: Hashable) -> bool:
-            # Where the pinned inputs lie as they did, so does what is written.
-            return here == place and now == sizes and in_place(later) and others.among(later, written) == more and further(later)
+            def fits(later: list[Any], here: Hashable, now: Hashable) -> bool:
+                return here == place and now == sizes and in_place(later) and (not more or further(later))
+        else:
+
+            def fits(later: list[Any], here: Hashable, now: Hashable) -> bool:
+                # Where the pinned inputs lie as they did, so does what is written.
+                if not (here == place and now == sizes and in_place(later) and others.among(later, written) == more):
+                    return False
+                return not more or further(later)
 
         return fits
 
-    def _comes_again(self, key: Hashable) -> bool:
-        if key in self._seen:
-            del self._seen[key]
-            return True
-        self._seen[key] = None
-        if len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
-        return False
-
-    def _record(self, inputs: Sequence[Any], more: Sequence[int], place: Hashable) -> _Graph | None:
+    def _record(self, inputs: Sequence[Any], more: Sequence[int], place: Hashable) -> Recorded | None:
         try:
-            return _Graph(self.program, inputs, {*self._pinned.numbers, *more}, self.recorder, place)
+            return Recorded(self.program, inputs, {*self._pinned.numbers, *more}, self.recorder, place)
         except (RuntimeError, ValueError) as error:
             self._refused = True
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -180,52 +155,13 @@ class GraphedProgram:
             return None
 
 
-class _Graph:
-    """One recorded graph, its buffers and its results."""
+def launches_of_a_call(example_inputs: Sequence[Any], static: Sequence[int], written: Sequence[int], results: Sequence[Any]) -> int:
+    """What a call through a recorded graph launches at least: the graph, and copies of inputs and of results where there are any.
 
-    fits: Fits
-
-    def __init__(self, program: Boxed, inputs: Sequence[Any], pinned: set[int], recorder: Recorder, place: Hashable):
-        # Ordinary tensors even under inference_mode, so that a later call outside of it may write to them.
-        with torch.inference_mode(False), torch.no_grad():
-            self.buffers: dict[int, torch.Tensor] = {
-                number: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
-                for number, value in enumerate(inputs)
-                if isinstance(value, torch.Tensor) and number not in pinned
-            }
-        given = [self.buffers.get(number, value) for number, value in enumerate(inputs)]
-        self.replay, results = recorder.record(lambda: program(list(given)), place)
-        # A result that is a pinned input is not copied: the caller gets the input of his call.
-        place_of = {id(value): number for number, value in enumerate(given) if isinstance(value, torch.Tensor)}
-        self.results: list[tuple[Any, int | None]] = [(result, place_of.get(id(result))) for result in results]
-        lying = {_memory(inputs[number]) for number in pinned if isinstance(inputs[number], torch.Tensor)}
-        for result, number in self.results:
-            if isinstance(result, torch.Tensor) and number is None and result.numel() and _memory(result) in lying:
-                raise ValueError("a result is a view of an input")
-        self._into, self._from = list(self.buffers.values()), list(self.buffers)
-        self._made = [result for result, number in self.results if number is None and isinstance(result, torch.Tensor)]
-
-    def run(self, inputs: list[Any]) -> list[Any]:
-        given = list(inputs)
-        inputs.clear()
-        with torch.no_grad():
-            _copy(self._into, [given[number] for number in self._from])
-            self.replay()
-            fresh = [torch.empty_like(result) for result in self._made]
-            _copy(fresh, self._made)
-        made = iter(fresh)
-        return [
-            given[number] if number is not None else next(made) if isinstance(result, torch.Tensor) else result
-            for result, number in self.results
-        ]
-
-
-def _copy(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    """One launch where it can be one."""
-    if len(into) == 1:
-        into[0].copy_(source[0])
-    elif into:
-        torch._foreach_copy_(into, source)
+    `results`: a program's, by their slots, of which those of its inputs come first; literals are none.
+    """
+    tensors = {number for number, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)}
+    return 1 + bool(tensors - {*static, *written}) + any(isinstance(slot, int) and slot >= len(example_inputs) for slot in results)
 
 
 def written_inputs(gm: fx.GraphModule) -> list[int]:
@@ -243,7 +179,3 @@ def written_inputs(gm: fx.GraphModule) -> list[int]:
                 if argument.is_write and position < len(node.args)
             )
     return [number for number, node in enumerate(placeholders) if node in written]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

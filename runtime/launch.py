@@ -45,6 +45,7 @@ class GeneratedKernel:
         if isinstance(self._rows, tuple):  # the number of rows is known: the others are never used, nor loaded
             variants = (_fitting(variants, self._rows[0]),)
         self._variants = [_Variant(kernel, symbols, sizes, disk, device, overlaps) for kernel in variants]
+        self.launches = max(len(variant.kernel.launches) for variant in self._variants)
         # (inputs, outputs, sizes) -> None: what a call does, without the steps on the way to it that choose between one thing.
         self.run: Callable[..., Any] = self._variants[0].run if len(self._variants) == 1 else self._by_rows
 

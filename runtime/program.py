@@ -70,6 +70,14 @@ class Program:
         read = {slot for step in self.steps for slot in step.reads} | {result for result in self.results if isinstance(result, int)}
         return {slot for slot in read if slot < self.inputs} | {self.sizes.sources[name] for name in self.sizes.used}
 
+    @property
+    def launches(self) -> int | None:
+        """What a call launches at most, an operator that is not ours counted as one; None where nobody says."""
+        kernels = [getattr(kernel, "launches", None) for _, kernel in self.regions]
+        if None in kernels:
+            return None
+        return len(self.steps) - len(kernels) + sum(kernels)
+
     def __call__(self, inputs: list[Any]) -> list[Any]:
         slots = self._template.copy()
         slots[: self.inputs] = inputs

@@ -7,9 +7,10 @@ import torch
 from dsi.compiler.observe import collecting
 from dsi.ir.context import Context
 from dsi.ir.options import Options
-from dsi.runtime import graphs
-from dsi.runtime.graphs import GraphedProgram
-from dsi.runtime.program import build, reference_kernels
+from dsi.runtime import graphs, recorded
+from dsi.runtime.cuda import generated_kernels, why_not_worth_it
+from dsi.runtime.graphs import GraphedProgram, launches_of_a_call
+from dsi.runtime.program import ReferenceKernel, build, no_kernels, reference_kernels
 from lowered_graphs import D, Outer, decode_layer, eager_layer, layer_inputs
 
 
@@ -164,16 +165,110 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_is_reported():
     ]
 
 
-def test_the_number_of_graphs_is_bounded(monkeypatch):
-    monkeypatch.setattr(graphs, "GRAPHS", 2)
+def test_layers_that_share_a_program_are_found_by_turns_in_any_order():
+    """One look where they follow each other as they did the last time, a look-up by key where they do not."""
+    sets = [layer_inputs(2, 1, 32, 5, seed=seed) for seed in range(20)]
+    call, run, recorder = graphed(sets[0], static=list(sets[0])[1:])
+    sought, find = [], run._find
+    run._find = lambda *given: sought.append(1) or find(*given)
+    for turn in range(5):
+        for tensors in sets:
+            check(call, tensors)
+        assert recorder.recorded == (len(sets) if turn else 0)
+    assert len(sought) == 2 * len(sets) + 1  # seen, recorded, and the first one behind the last
+    for number in (3, 17, 3, 4, 0):
+        check(call, sets[number])
+    assert recorder.recorded == len(sets) and run.launched == 3 * len(sets) + len(sets) + 5
+
+
+def test_a_weight_replaced_among_many_is_noticed():
+    sets = [layer_inputs(2, 1, 32, 5, seed=seed) for seed in range(3)]
+    names = list(sets[0])
+    call, _, recorder = graphed(sets[0], static=names[1:])
+    for _ in range(3):
+        for tensors in sets:
+            check(call, tensors)
+    weight = next(name for name in names[1:] if sets[1][name].is_floating_point() and sets[1][name].dim() == 2)
+    sets[1] = {**sets[1], weight: sets[1][weight] * 2}
+    for _ in range(3):
+        for tensors in sets:
+            check(call, tensors)
+    assert recorder.recorded == 4
+
+
+def test_what_is_in_use_stays_where_there_is_no_room_for_all(monkeypatch):
+    """Recording one costs as much as many calls: graphs that push each other out would be recorded in each call."""
+    monkeypatch.setattr(recorded, "GRAPHS", 2)
+    sets = [layer_inputs(2, 1, 32, 5, seed=seed) for seed in range(3)]
+    call, run, recorder = graphed(sets[0])
+    for _ in range(8):
+        for tensors in sets:
+            check(call, tensors)
+    assert recorder.recorded == 2 == len(run._shelf.graphs) and run.launched == 2 * 7
+
+
+def test_what_is_no_longer_used_gives_way(monkeypatch):
+    monkeypatch.setattr(recorded, "GRAPHS", 2)
     sets = [layer_inputs(2, 1, 32, 5, seed=seed) for seed in range(3)]
     call, run, recorder = graphed(sets[0])
     for tensors in sets:
-        for _ in range(3):
+        for _ in range(9):
             check(call, tensors)
-    assert len(run._graphs) == 2
-    check(call, sets[0])
+    assert recorder.recorded == 3 and len(run._shelf.graphs) == 2
+    check(call, sets[1])
     assert recorder.recorded == 3
+    launched = run.launched
+    check(call, sets[0])
+    assert run.launched == launched  # the first is gone, and nothing that pointed to it serves a call
+
+
+def test_large_graphs_are_few(monkeypatch):
+    monkeypatch.setattr(recorded, "FEW", 1)
+    sets = [layer_inputs(2, 1, 32, 5, seed=seed) for seed in range(3)]
+    call, run, recorder = graphed(sets[0])
+    for _ in range(2):
+        check(call, sets[0])
+    (graph,) = run._shelf.graphs.values()
+    assert graph.size >= sum(value.untyped_storage().nbytes() for value in (*graph._into, *graph._made)) > 0
+    monkeypatch.setattr(recorded, "BYTES", 2 * graph.size)
+    for _ in range(3):
+        for tensors in sets:
+            check(call, tensors)
+    assert recorder.recorded == 2
+
+
+def projection():
+    outer = Outer()
+    nodes = [outer.input("x", torch.zeros(2, 16)), outer.input("w", torch.zeros(8, 16))]
+    (y,) = outer.region("project", lambda x, w: (D.linear(x, w),), *nodes)
+    outer.plan()
+    return outer, outer.finish(y)
+
+
+@pytest.mark.parametrize("count, worth", [(1, False), (3, False), (4, True), (None, True)])
+def test_a_program_of_as_few_launches_as_a_replay_is_not_recorded(count, worth):
+    class Counted(ReferenceKernel):
+        launches = count
+
+    outer, gm = projection()
+    program = build(gm, outer.fakes, lambda region, *given: Counted(region))
+    assert program.launches == count
+    assert (why_not_worth_it(program, 3) == "") == worth
+
+
+def test_launches_are_known_of_generated_kernels_and_counted_for_operators():
+    outer, gm = projection()
+    assert build(gm, outer.fakes, generated_kernels(outer.context(library=False), "cpu")).launches == 1
+    outer, gm = decode_layer(layer_inputs(2, 1, 32, 5))
+    program = build(gm, outer.fakes, no_kernels)
+    assert program.launches == len(program.steps) > 3
+
+
+def test_what_a_call_through_a_graph_launches():
+    x, w = torch.zeros(2), torch.zeros(2)
+    assert launches_of_a_call([x, w, 3], [1], [], [3]) == 3
+    assert launches_of_a_call([w, 3], [0], [], [2]) == 2  # nothing is copied in
+    assert launches_of_a_call([x, w, 3], [1], [0], [0, (None,)]) == 1  # nor out
 
 
 @pytest.mark.parametrize("asked", [False, True])
