@@ -88,7 +88,9 @@ class GraphedProgram:
         self._context = context
         self._shelf = Shelf()
         self._latest: Callable[[], Recorded | None] = lambda: None
-        self._next = self._latest  # the graph that is looked at first: what came after the latest one the last time
+        self._next: Callable[[], Recorded | None] = (
+            self._latest
+        )  # the graph that is looked at first: what came after the latest one the last time
         self._lock = threading.RLock()
         self._refused = False
         self.launched = 0  # graphs launched so far

@@ -142,7 +142,8 @@ class Launcher:
         ]
         head = f"grid, {', '.join(GROUPS)}" if grid is None else "inputs, outputs, sizes=(), workspaces=()"
         exec(f"def launch({head}):\n" + "".join(f"    {line}\n" for line in lines), scope)
-        return scope["launch"]  # type: ignore[return-value]
+        launch: Callable[..., Any] = scope["launch"]
+        return launch
 
 
 @functools.lru_cache(maxsize=4096)

@@ -73,10 +73,9 @@ class Program:
     @property
     def launches(self) -> int | None:
         """What a call launches at most, an operator that is not ours counted as one; None where nobody says."""
-        kernels = [getattr(kernel, "launches", None) for _, kernel in self.regions]
-        if None in kernels:
-            return None
-        return len(self.steps) - len(kernels) + sum(kernels)
+        kernels: list[int | None] = [getattr(kernel, "launches", None) for _, kernel in self.regions]
+        known = [count for count in kernels if count is not None]
+        return len(self.steps) - len(kernels) + sum(known) if len(known) == len(kernels) else None
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         slots = self._template.copy()

@@ -39,6 +39,15 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def watches(device: torch.device) -> tuple[Callable[[], Hashable], Callable[[], bool]]:
+    """`stream_of` and `is_capturing` of a device, for kernels that ask in each launch."""
+    index = device.index
+    raw, capturing = (getattr(torch._C, name, None) for name in ("_cuda_getCurrentRawStream", "_cuda_isCurrentStreamCapturing"))
+    if device.type != "cuda" or index is None or raw is None or capturing is None:
+        return lambda: stream_of(device), lambda: is_capturing(device)
+    return lambda: (index, raw(index)), capturing
+
+
 def may_be_captured(device: torch.device) -> bool:
     """Whether launches on a device can be recorded into a CUDA graph."""
     return device.type == "cuda"
@@ -107,6 +116,7 @@ class ScratchMemory:
         self.size = size
         self.device = device
         self._allocate = allocator(device)
+        self._stream, self._capturing = watches(device)
         self._kept = threading.local()
         self._spare: dict[tuple[int, ...], torch.Tensor] = {}
         self._captured: dict[Hashable, torch.Tensor] = {}
@@ -115,20 +125,21 @@ class ScratchMemory:
         size = self.size if isinstance(self.size, tuple) else self.size(*sizes)
         if not self.zeroed:
             return self._allocate(size, (1,), self.dtype)
-        kept: dict[Any, torch.Tensor] = self._kept.__dict__.setdefault("tensors", {})
+        kept: dict[Any, torch.Tensor] = self._kept.__dict__
         used = _recording.used
-        key = (size, _recording.stream if used is not None else stream_of(self.device))
-        if (used is None or key not in kept) and is_capturing(self.device):
+        key = (size, _recording.stream if used is not None else self._stream())
+        found = kept.get(key)
+        if (used is None or found is None) and self._capturing():
             # Nothing is executed now, so that nothing may be kept that ought to be zero; whoever records replays the filling too.
             given = self._given(size) if used is None else None
             return self._zeros(size) if given is None else given
-        if key not in kept:
-            kept[key] = self._zeros(size)
+        if found is None:
+            found = kept[key] = self._zeros(size)
         if used is not None:
-            used.append(kept[key])
+            used.append(found)
         elif size not in self._spare and may_be_captured(self.device):
             self._spare[size] = done(self._zeros(size))  # it is used wherever the capture will be replayed
-        return kept[key]
+        return found
 
     def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)

@@ -148,6 +148,33 @@ def test_captures_have_numbers_of_their_own():
     assert None not in numbers and numbers[0] == numbers[1] != numbers[2] == numbers[3]
 
 
+def test_what_is_asked_in_each_launch_is_what_is_asked_otherwise(now, monkeypatch):
+    place, capturing = workspaces.watches(CPU)
+    now.stream, now.capturing = 5, True
+    assert (place(), capturing()) == (5, True)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
+    second = torch.device("cuda", 1)
+    place, capturing = workspaces.watches(second)
+    assert place() == workspaces.stream_of(second) == (1, 71)
+    assert capturing()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_counters_of_streams_and_captures_on_a_device():
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = ScratchMemory(Workspace(sympy.Integer(4), "int32", zeroed=True), (4,), device)
+    kept, graph = memory(()), torch.cuda.CUDAGraph()
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        assert memory(()) is not kept
+    with torch.cuda.graph(graph):
+        assert memory(()) is not kept
+    assert memory(()) is kept
+
+
 @pytest.mark.parametrize("size, stride", [((2, 3), (3, 1)), ((2, 3), (1, 2)), ((0, 4), (4, 1)), ((), ())])
 def test_outputs_have_the_layout_that_was_asked_for(size, stride):
     made = allocator(CPU)(size, stride, torch.bfloat16)
