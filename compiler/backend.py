@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import check, observe
+from .apart import inputs_that_lie_apart, keeping_apart
 from .capture import as_called, capture
 from .collector import no_collections
 from .execute import begin, compile_graph
@@ -42,12 +43,15 @@ def dsi(
             observer.aside(reason)
             return gm.forward
         begin(example_inputs, context)
-        reference = check.reference_of(gm) if parsed.check else None
+        apart = inputs_that_lie_apart(gm)
+        reference = check.reference_of(gm) if parsed.check or apart else None
         for stage in PIPELINE:
             if stage.level == "dynamo":
                 observer.run(stage, gm)
         compiled = _traced_and_compiled(gm, example_inputs, observer)
-    if reference is None:
+    if apart and reference is not None:
+        compiled = keeping_apart(compiled, reference, apart)
+    if reference is None or not parsed.check:
         return compiled
     if parsed.activations:
         context.report.notes.append("check compares no results: activations='int8' rounds what the uncompiled graph does not")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ class MemoryGuard:
         self._offset = any(isinstance(value, Tensor) and _begins_elsewhere(value) for value in example_inputs)
         self._overlapping: set[int] = set()  # memory of which a tensor shows a place several times
         self._gapped: set[int] = set()  # memory of which windows were taken that do not cover it
-        self._inputs: dict[int, int] = {}  # memory -> how many inputs show it
+        self._inputs: dict[int, list[Tensor]] = {}  # memory -> the inputs that show it
         self._changed: set[int] = set()  # memory of inputs that is written to
         self._makers: dict[int, fx.Node] = {}  # memory -> the node that made it
 
@@ -47,12 +48,14 @@ class MemoryGuard:
             if len(set(places)) < len(places):
                 return "tensors that share memory are written to in one call"
         if node.op == "placeholder" and isinstance(value, Tensor):
-            self._inputs[_memory(value)] = self._inputs.get(_memory(value), 0) + 1
+            self._inputs.setdefault(_memory(value), []).append(value)
         if node.op == "output" and any(self._shows_what_inputs_share(one) for one in node.all_input_nodes):
             return "a result shows memory that several inputs show, and that is written to"
         if node.op in ("call_function", "call_method") and may_write(node):
             written = self._written(node)
             self._changed |= written & self._inputs.keys()
+            if any(may_overlap(self._inputs[memory]) for memory in written & self._inputs.keys()):
+                return "an input is written to whose memory another one shows, too"
             if written & self._overlapping:
                 return "a tensor is written to that shows a place of its memory several times (expand, unfold)"
             if written & self._gapped:
@@ -79,11 +82,33 @@ class MemoryGuard:
         value = node.meta.get("example_value")
         if not isinstance(value, Tensor) or node.op == "placeholder":
             return False
-        return _memory(value) in self._changed and self._inputs[_memory(value)] > 1
+        return _memory(value) in self._changed and len(self._inputs[_memory(value)]) > 1
 
     def _written(self, node: fx.Node) -> set[int]:
         values = [one.meta.get("example_value") for one in written_by(node) if isinstance(one, fx.Node)]
         return {_memory(value) for value in values if isinstance(value, Tensor)}
+
+
+def may_overlap(values: Sequence[Tensor]) -> bool:
+    """Whether two of these tensors may show a place of memory both: they reach over the same bytes, or have sizes that are not known."""
+    spans = [_span(value) for value in values] if len(values) > 1 else []
+    if any(not all(isinstance(number, int) for number in span) for span in spans):
+        return True
+    spans.sort()
+    return any(place == there and begin < last for (place, _, last), (there, begin, _) in itertools.pairwise(spans))
+
+
+def _span(value: Tensor) -> tuple[int, Any, Any]:
+    """A number of a tensor's memory, and the first byte and the one behind the last that it reaches over there."""
+    first = value.storage_offset() * value.element_size()
+    return _memory(value), first, first + bytes_of(value)
+
+
+def bytes_of(value: Tensor) -> Any:
+    """How many bytes a tensor reaches over, from its first to behind its last; an expression where its sizes are not known."""
+    if any(isinstance(size, int) and size == 0 for size in value.shape):
+        return 0
+    return (sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1) * value.element_size()
 
 
 def _memory(value: Tensor) -> int:
