@@ -26,15 +26,17 @@ PEELED = 4  # copies of them whose first step is peeled, the best
 BEHIND = 4  # and whose layer norm comes behind the product
 ALIKE_WORDS = 1  # and so over words, where memory decides, and the model tells tiles apart by a percent or two
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
+DIGIT_ROWS = 128  # and of skinny over integers, whose programs can share sums: of few columns there are few tiles, and no library's product
 APART_ROWS = 16  # from which skinny's prologue is tried as a kernel of its own
 SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
 LEAST_STEP = 16  # contracted elements of a step on the matrix units at least
+LONG_STEP = 128  # and of tiled's at most, but of integers', since each of their products is waited for
 # fp32 sums that a thread holds, by what else its registers are for: an epilogue with several parts or norms. The last two: on units that
 # keep sums apart from operands, where rows are multiplied as they are loaded.
 SUMS, SUMS_CROWDED, SUMS_BARE, SUMS_BARE_CROWDED = 64, 32, 128, 64
 GEMV_SUMS, GEMV_SUMS_ROWS, GEMV_SUMS_WIDE = 64, 32, 16  # of one row, of several, in fp32
 WORD_MOST = 200  # registers of a thread over words
-HELD_MOST = 232  # and where a step's tiles are held in them
+HELD_MOST, HELD_DIGITS = 232, 208  # and where a step's tiles are held in them; beside the sums of two digits
 COMPUTED = 16  # elements of the rows that a thread computes for one step of `tiled`, where they are not multiplied as they are loaded
 LOADED = 16  # bytes that a thread should load at once
 LINE_BYTES = 64  # bytes of a row that are cheap to read contiguously
@@ -58,7 +60,7 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
     if work.group and _whole_step(work) < LEAST_STEP:
         # No step lies within a group, so that weights are multiplied by their scales first, in fp32, and so is everything then.
         work = replace(work, wide=True)
-    if rows is not None and rows <= SKINNY_ROWS and not work.wide:
+    if rows is not None and rows <= _skinny_rows(work) and not work.wide:
         found += _skinny(work, rows, device)
     if rows is None or rows > SKINNY_ROWS or not found:
         found += _tiled(work, rows, device)
@@ -87,7 +89,7 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
 def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Device, same: bool = False) -> bool:
     """Whether a choice that was made for another linear can be this one's, for at most `rows` rows (None: any number). `same`: that one had
     this one's shape on this device, so that the registers and the shared memory that it takes are known to do."""
-    few = {"gemv": GEMV_ROWS, "skinny": SKINNY_ROWS}.get(choice.schedule)
+    few = {"gemv": GEMV_ROWS, "skinny": _skinny_rows(work)}.get(choice.schedule)
     if few is not None and (rows is None or rows > min(few, choice.block_m)):
         return False
     if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not (same or _fits(work, choice, device)):
@@ -106,6 +108,11 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
         return False
     each = choice.block_m * choice.block_n * work.accumulators / (32 * choice.num_warps)
     return same or each * (choice.block_k if choice.schedule == "gemv" else 1) <= (SUMS_BARE_CROWDED if work.crowded else SUMS_BARE)
+
+
+def _skinny_rows(work: LinearWork) -> int:
+    """The most rows of skinny."""
+    return DIGIT_ROWS if work.group is not None else SKINNY_ROWS
 
 
 def _whole_step(work: LinearWork) -> int:
@@ -189,6 +196,8 @@ def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
         for digits, apart in _ways(work, rows):
             choice = Choice("skinny", rows, height, block_n, block_k, block_s, warps, stages, split, 0, digits, apart)
             each = programs_of(work, choice) / device.processors
+            if rows > SKINNY_ROWS and not work.as_int8(choice):
+                continue
             if _fits(work, choice, device) and (split == 1 or FEWEST < each <= MOST_PROGRAMS) and (not digits or _as_digits(work, choice)):
                 yield choice
 
@@ -198,7 +207,8 @@ def _peeled(work: LinearWork, choice: Choice, device: Device) -> list[Choice]:
     if device.capability < 90:
         return []
     ways = (replace(choice, peel="last"), replace(choice, peel="first"))
-    return [way for way in ways if work.peel(way) == way.peel and registers(work, way) <= HELD_MOST and _fits(work, way, device)]
+    most = HELD_DIGITS if work.as_int8(choice) else HELD_MOST
+    return [way for way in ways if work.peel(way) == way.peel and registers(work, way) <= most and _fits(work, way, device)]
 
 
 def _deferred(work: LinearWork, choice: Choice) -> list[Choice]:
@@ -210,7 +220,7 @@ def _deferred(work: LinearWork, choice: Choice) -> list[Choice]:
 def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choice]:
     inner = max(power_of_two(work.inner), 16)
     tiles: Iterator[tuple[int, ...]] = itertools.product(
-        (16, 32, 64, 128), (32, 64, 128, 256), _steps(work, (32, 64, 128)), (4, 8), (2, 3, 4)
+        (16, 32, 64, 128), (32, 64, 128, 256), _steps(work, (32, 64, 128, 256)), (4, 8), (2, 3, 4)
     )
     for block_m, block_n, block_k, warps, stages in TILES_WIDE if work.wide else tiles:
         if rows is not None and block_m > max(power_of_two(rows), 16):
@@ -229,7 +239,7 @@ def _tiled(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choic
             choice = Choice("tiled", rows, block_m, block_n, block_k, block_s, warps, stages, digits=digits, apart=apart)
             bare = work.bare or apart or work.as_int8(choice)
             computed = not bare and not work.wide and block_m * block_k > 32 * warps * COMPUTED
-            if computed or sums > 32 * warps * _sums(work, bare, device):
+            if computed or sums > 32 * warps * _sums(work, bare, device) or (block_k > LONG_STEP and not work.as_int8(choice)):
                 continue
             if _fits(work, choice, device) and (not digits or _as_digits(work, choice)):
                 yield choice
@@ -259,7 +269,9 @@ def _least(work: LinearWork, rows: int | None) -> Choice:
 
 
 def _fits(work: LinearWork, choice: Choice, device: Device) -> bool:
-    return shared_bytes(work, choice) + SCRATCH <= device.shared
+    """Whether a program's tiles fit; with int8 weights, whose sums and conversions take many registers, whether these do, too."""
+    room = work.group is None or choice.schedule == "gemv" or registers(work, choice) <= HELD_MOST
+    return room and shared_bytes(work, choice) + SCRATCH <= device.shared
 
 
 def _powers(least: int, most: int) -> list[int]:

@@ -24,7 +24,7 @@ __all__ = ["LinearWork", "linear_seconds", "linear_work", "programs_of", "regist
 # Fitted, too. Operations of the vector units: for each element of a weight beside the multiply-adds of gemv, by its size; for int8 on its
 # way to the matrix units; for each element of the rows that gemv, skinny and tiled compute in every program, by the norm (a layer norm's
 # passes are in it). How much of one step's arithmetic comes on top of its latency.
-CONVERSIONS, CONVERTED = {1: 10.9, 2: 9.8, 4: 2.0}, 12.6
+CONVERSIONS, CONVERTED = {1: 10.9, 2: 9.8, 4: 2.0}, {"skinny": 11.0, "tiled": 5.0}
 ROWS = {
     "gemv": {"": 0.0, "rms": 7.2, "layer": 132.0},
     "skinny": {"": 1.4, "rms": 9.0, "layer": 12.5},
@@ -38,6 +38,13 @@ SPREAD = 0.1
 # their way, and not loaded straight into shared memory.
 TALL, SHORT = 0.43, 0.4
 TILED, HALF_AREA, COMPUTED = 0.89, 2600, 0.68
+# Of skinny's with more rows than 16: the tall operand is read from shared memory for few rows as for many, so that their number decides.
+MANY, HALF_ROWS = 0.8, 24
+# Seconds from a product of integers to the next of the same four warps: Triton waits for each, and other warps multiply meanwhile.
+WAITED = 0.08e-6
+# By which a thread's registers beyond those that there are slow the products of int8 weights: ptxas has each wait for the one before it
+# then, between stores and loads. From totals of steps of 64, 128 and 512 rows.
+SPILLED, MOST_REGISTERS = 3.0, 255
 # Predicted; bench/NOTES.md has how unevenly it was measured to gain. A peeled first step saves the latency of the first load, where
 # another kernel's program fits on a processor beside those of the one that runs (else it starts as late as it would have waited);
 # behind a kernel of the rows, which leaves memory idle, it saves the load. Multiplied last it costs the tile's way through shared
@@ -51,7 +58,8 @@ def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:
     seconds, int8 = 0.0, work.as_int8(choice)
     apart = int8 or (choice.apart and not work.bare)
     if apart:
-        fit = FITS[choice.schedule]
+        # `tiled`'s was fitted to norms over 512 rows, beside which digits cost little: theirs is the kernel that skinny's few rows have.
+        fit = FITS["skinny" if int8 and choice.schedule == "tiled" else choice.schedule]
         # Digits of words need a pass of their own for each row's unit; in the other schedules' fit it is contained.
         passes = len(work.reductions) + (1 if choice.schedule == "gemv" and int8 else 0)
         seconds = fit.apart + fit.reading * passes + 2 * work.rows * work.inner * work.x_bytes / device.bandwidth
@@ -86,6 +94,10 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     fill = programs / (math.ceil(programs / processors) * processors)
     tiles = sum(count * cut.accumulators for count, cut in counts) * steps
     arithmetic = _arithmetic(work, choice, int8, device, tiles, programs * steps)
+    if int8 and choice.schedule != "gemv" and device.capability >= 90:
+        arithmetic += tiles * max(choice.digits, 1) * WAITED / (processors * on_processor * max(choice.num_warps // 4, 1))
+    if work.group is not None and choice.schedule != "gemv":
+        arithmetic *= 1 + SPILLED * max(registers(work, choice) / MOST_REGISTERS - 1, 0)
 
     waves = programs / (processors * together)
     waves = math.ceil(waves) if waves <= UNROUNDED else waves + 0.5
@@ -99,7 +111,10 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
         if not work.across:
             spread = 1 + (WORD_SPREAD if words else SPREAD) * math.log2(choice.block_n)
     else:
-        one = latency + steps * max(latency / max(choice.num_stages - 1, 1), fit.step)
+        # What is waited for (products of integers, and of weights that are converted and stored) is over before the next copies are begun.
+        waited = int8 or (work.converted(choice) and choice.schedule == "tiled")
+        busy = arithmetic / (programs * steps) * processors if waited else 0.0
+        one = latency + steps * max((latency + busy) / max(choice.num_stages - 1, 1), fit.step)
     limits = (
         spread * work.moved / (fit.stream * device.bandwidth),
         waves * (one + fit.program),
@@ -129,7 +144,9 @@ def _arithmetic(work: LinearWork, choice: Choice, int8: bool, device: Device, ti
     products = 2 * elements * max(choice.block_m, 8) / _matrix_rate(work, choice, int8, device)
     if int8:
         return products * (1 if work.rounded else 2) + rows
-    return max(products, elements * CONVERTED / lanes if work.element_bytes == 1 else 0.0) + rows
+    if work.converted(choice):  # one after the other in each warp
+        products += elements * CONVERTED[choice.schedule] / lanes
+    return products + rows
 
 
 def _matrix_rate(work: LinearWork, choice: Choice, int8: bool, device: Device) -> float:
@@ -137,7 +154,9 @@ def _matrix_rate(work: LinearWork, choice: Choice, int8: bool, device: Device) -
         return device.vector * 0.5
     rate = device.matrix[2] * (2 if int8 else 1)
     if choice.schedule == "skinny":
-        return rate * (TALL if choice.block_n >= 64 and choice.num_warps % 4 == 0 and device.capability >= 90 else SHORT)
+        if choice.block_n < 64 or choice.num_warps % 4 or device.capability < 90:
+            return rate * SHORT
+        return rate * max(TALL, MANY * choice.block_m / (choice.block_m + HALF_ROWS))
     area = choice.block_m * choice.block_n * work.accumulators
     rate *= TILED * area / (area + HALF_AREA) * (1.0 if work.bare else COMPUTED)
     return rate if choice.block_m >= 64 else rate * SHORT

@@ -12,6 +12,9 @@ from .word_cost import QUARTERS, word_registers
 
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
 CROWDED = 0.7  # further registers for each sum where an epilogue works on several parts
+AS_DIGITS = 96  # registers beside sums of integers, whatever the schedule: compiled kernels have 70 to 115
+MEETING = 2  # and for each program of those that share a sum, whose loads are unrolled
+CONVERTED_REGISTERS = 0.65  # of each int8 weight that a thread converts in a step: its byte, and what it becomes
 
 
 def shared_bytes(work: LinearWork, choice: Choice) -> int:
@@ -24,7 +27,12 @@ def shared_bytes(work: LinearWork, choice: Choice) -> int:
     # each branch reads a weight of its own and its epilogue exchanges columns, held or in parts (rope), which sets the branches apart.
     together = min(sum(tiles), 3 * max(tiles)) if work.fused or not (work.held > 1 or work.crowded) else max(tiles)
     # A peeled step takes the loop's place behind it, and a further one beside it.
-    return together * choice.block_k * (max(choice.num_stages, 1) + (work.peel(choice) == "first"))
+    bytes_of_tiles = together * choice.block_k * (max(choice.num_stages, 1) + (work.peel(choice) == "first"))
+    if work.converted(choice) and choice.schedule == "tiled":
+        # Weights that are converted have a tile less under way; on their way to the matrix units they are stored once more.
+        tile = choice.block_n * choice.block_k
+        bytes_of_tiles += max(2 * tile - tile * max(cut.weight_bytes for cut in work.cuts), 0)
+    return bytes_of_tiles
 
 
 def registers(work: LinearWork, choice: Choice) -> int:
@@ -40,6 +48,12 @@ def registers(work: LinearWork, choice: Choice) -> int:
         return max(int(least + (elements * work.accumulators + (4 if work.bare else 8)) * choice.block_m + 2 * loaded), 24)
     sums = work.accumulators * choice.block_m * choice.block_n / threads
     held = work.tile_bytes(choice) // (4 * threads) if work.peel(choice) else 0
+    stepwise = 1 if work.group else 0  # sums beside the products of one step, which a scale multiplies
+    if work.as_int8(choice):  # an epilogue finds digits joined
+        meeting = MEETING * choice.split if choice.split > 1 else 0
+        return int(AS_DIGITS + sums * max(max(choice.digits, 1) + stepwise, 1 + (CROWDED if work.crowded else 0.0))) + meeting + held
+    if work.converted(choice):
+        held += int(CONVERTED_REGISTERS * work.accumulators * choice.block_n * choice.block_k / threads + stepwise * sums)
     return int(least + sums * (1 + (CROWDED if work.crowded else 0.0)) + (sums if work.wide else 0)) + held
 
 

@@ -84,6 +84,10 @@ class LinearWork:
         whole = self.group is not None and (not self.group or self.group % choice.block_k == 0)
         return choice.schedule in ("skinny", "tiled") and (choice.digits > 0 or self.rounded) and whole
 
+    def converted(self, choice: Choice) -> bool:
+        """Whether int8 weights are converted on their way to the matrix units."""
+        return choice.schedule in ("skinny", "tiled") and self.element_bytes == 1 and not self.wide and not self.as_int8(choice)
+
     def peel(self, choice: Choice) -> str:
         """When a choice's first step is multiplied, where it is peeled (deferred.peeled)."""
         return peel_of(sympy.Integer(self.inner), choice) if self.constant and choice.peel else ""

@@ -169,6 +169,36 @@ def test_registers_over_words_are_about_what_compiled_kernels_have():
             assert abs(linear_cost.registers(work, choice) - used) <= 24, (name, choice)
 
 
+@pytest.mark.parametrize("group", [0, 128], ids=["row", "groups"])
+@pytest.mark.parametrize("rows", [64, 128, 512, 2048])
+@pytest.mark.parametrize("name", ["qkv_8b", "gate_up_8b", "down_8b"])
+def test_int8_weights_of_many_rows_are_in_registers_that_there_are(name, rows, group):
+    """One with 504 bytes spilled a thread took gate and up at 512 rows to three times bf16's."""
+    spec = on_meta(lambda: quantised(lambda: SHAPES[name](rows), group))
+    work = linear_work(spec, rows, {})
+    found = cost.candidates(spec)
+    assert all(linear_cost.registers(work, choice) <= 232 for choice in found)
+    assert all(choice.num_stages > 2 for choice in found[:4]), "what is copied while nothing is multiplied is waited for"
+    if not group:
+        assert found[0].digits == 2
+
+
+def test_registers_beside_integers_are_about_what_compiled_kernels_have():
+    """Registers that Triton 3.6 gives a thread on sm_90 for two digits; more than 255 are a spill."""
+    for name, schedule, compiled in (
+        ("down_8b", "tiled", {(128, 128, 128, 8, 1): 222, (64, 256, 128, 8, 1): 193, (64, 64, 256, 8, 1): 96}),
+        ("gate_up_8b", "tiled", {(64, 128, 128, 8, 1): 209, (128, 64, 128, 8, 1): 233, (64, 64, 128, 4, 1): 227}),
+        ("down_8b", "skinny", {(64, 128, 256, 8, 4): 168, (64, 128, 128, 4, 4): 254, (128, 128, 128, 8, 4): 242}),
+        ("gate_up_8b", "skinny", {(64, 128, 128, 8, 1): 178, (64, 64, 256, 8, 1): 124, (128, 64, 128, 8, 1): 168}),
+    ):
+        work = linear_work(on_meta(lambda name=name: quantised(lambda: SHAPES[name](64))), 64, {})
+        for (block_m, block_n, block_k, warps, split), used in compiled.items():
+            choice = Choice(schedule, 64, block_m, block_n, block_k, 64, warps, 3, split, digits=2)
+            assert -31 < linear_cost.registers(work, choice) - used < 57, (name, choice)
+    work = linear_work(on_meta(lambda: quantised(lambda: SHAPES["gate_up_8b"](512))), 512, {})
+    assert linear_cost.registers(work, Choice("tiled", None, 64, 128, 128, 64, 4, 4, digits=2)) > 255  # 504 bytes are spilled
+
+
 def test_sharing_a_sum_is_for_few_columns():
     for columns, shared in ((768, True), (128256, False)):
         best, *_ = cost.candidates(on_meta(lambda columns=columns: plans.projection(F16, 16, 6400, columns, strided=False)))
