@@ -20,6 +20,7 @@ from torch import fx
 from .expand import attribute_of, expansion, in_place_writes, region_of, write_in_place
 from .region_step import RegionKernel, Run, define, never_empty, region_step
 from .sizes import Environment, Sizes
+from .views import Views, as_strided
 
 CODE = "s[{}]"  # how a slot is written in a step's code
 # (region, fakes and SymInts of its inputs in the outer graph, sizes of the outer graph, whether it may start before the kernel before it
@@ -29,13 +30,15 @@ Kernels = Callable[[Region, Sequence[Any], Sizes, bool], RegionKernel | None]
 
 @dataclass
 class Step:
-    """One step: `run(slots, sizes)`, its text, the slots that it reads and writes, and those that are free after it."""
+    """One step: `run(slots, sizes)`, its text, the slots that it reads and writes, those that are free after it, and how much it launches
+    at most: one for an operator that is not ours; None where nobody says."""
 
     run: Run
     text: str
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
+    launches: int | None = 1
 
 
 @dataclass(eq=False)
@@ -60,7 +63,10 @@ class Program:
         for number, step in enumerate(self.steps):
             step.frees = tuple(sorted(slot for slot in {*step.reads, *step.writes} if last[slot] == number and slot not in kept))
         self._template = [self.constants.get(slot) for slot in range(self.slots)]
-        self._plan = [(step.run, step.frees) for step in self.steps]
+        # What the last step would free goes with all slots when the call returns.
+        self._plan = [(step.run, step.frees if step is not self.steps[-1] else ()) for step in self.steps]
+        self._picks = [result if isinstance(result, int) else self.slots + n for n, result in enumerate(self.results)]
+        self._template += [None if isinstance(result, int) else result[0] for result in self.results]
         return self
 
     @property
@@ -72,10 +78,9 @@ class Program:
 
     @property
     def launches(self) -> int | None:
-        """What a call launches at most, an operator that is not ours counted as one; None where nobody says."""
-        kernels: list[int | None] = [getattr(kernel, "launches", None) for _, kernel in self.regions]
-        known = [count for count in kernels if count is not None]
-        return len(self.steps) - len(kernels) + sum(known) if len(known) == len(kernels) else None
+        """What a call launches at most; None where nobody says."""
+        known = [step.launches for step in self.steps if step.launches is not None]
+        return sum(known) if len(known) == len(self.steps) else None
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         slots = self._template.copy()
@@ -86,7 +91,7 @@ class Program:
             run(slots, sizes)
             for slot in frees:
                 slots[slot] = None
-        return [slots[result] if isinstance(result, int) else result[0] for result in self.results]
+        return [slots[pick] for pick in self._picks]
 
     def __str__(self) -> str:
         width = len(str(len(self.steps)))
@@ -130,6 +135,7 @@ class _Builder:
         self.table = table
         self.copies: list[tuple[int, int]] = []  # the slots (to, from) of the last step, if it copies results to inputs
         self.copied: tuple[Any, ...] = ()  # the dtype and device of these
+        self.views = Views()
         self.begun = False  # whether a kernel of a region is launched before what comes next, whatever the sizes are
 
     def build(self, gm: fx.GraphModule) -> Program:
@@ -169,6 +175,9 @@ class _Builder:
         if node.target is torch.ops.aten.copy_.default and region is None and self.copied_at_once(node):
             self.copy(node, slots)
             return
+        if region is None and (found := self.views.of(node)) is not None:
+            self.view(node, slots, *found)
+            return
         self.copies = []
         function = function or expansion(node.target, self.table)
         names: dict[str, Any] = {"function": function}
@@ -202,6 +211,17 @@ class _Builder:
         inside = f"[{region.name}] " if region is not None else ""
         text = f"{inside}%{slots[node]} = {'dsi.kv_write_' if function is write_in_place else _name(node.target)}({call('%{}')})"
         self.program.steps.append(Step(run, text, tuple(reads), (slots[node],)))
+
+    def view(self, node: fx.Node, slots: dict[fx.Node, Any], output: fx.Node, view: torch.Tensor) -> None:
+        """Adds a view of a kernel's output, made of that whatever views lie between; nothing where these are all that read it."""
+        if self.views.only_seen_through(node):
+            return
+        self.copies = []
+        slots[node], base = self.slot(), slots[output]
+        numbers = f"{tuple(view.shape)}, {view.stride()}, {view.storage_offset()}"
+        run = define(f"s[{slots[node]}] = as_strided(s[{base}], {numbers})", {"as_strided": as_strided})
+        text = f"%{slots[node]} = as_strided(%{base}, {numbers})"
+        self.program.steps.append(Step(run, text, (base,), (slots[node],), launches=0))
 
     def copied_at_once(self, node: fx.Node) -> bool:
         """Whether a copy may be made together with others: of a kernel's result, which shares no memory with what any of them writes."""
@@ -254,6 +274,7 @@ class _Builder:
             self.constant(None if unused else argument[0]) if unused or not isinstance(argument, int) else argument
             for unused, argument in zip(idle, arguments, strict=True)
         ]
+        self.views.kernels.add(node)
         writes = [self.slot() for _ in region.outputs]
         foreign = {number for number, arg in enumerate(node.args) if isinstance(arg, fx.Node) and not self.ours(arg)}
         run = region_step(region, kernel, ReferenceKernel(region), reads, writes, self.program.sizes, foreign)
@@ -262,7 +283,7 @@ class _Builder:
         self.begun |= not isinstance(kernel, ReferenceKernel) and all(map(never_empty, tensors))
         called = ", ".join(f"%{slot}" for slot in reads)
         text = f"{', '.join(f'%{slot}' for slot in writes)} = {region.name}({called})    # {kernel.describe()}"
-        self.program.steps.append(Step(run, text, tuple(reads), tuple(writes)))
+        self.program.steps.append(Step(run, text, tuple(reads), tuple(writes), launches=getattr(kernel, "launches", None)))
         return list(writes)
 
     def ours(self, node: fx.Node) -> bool:
