@@ -25,7 +25,7 @@ from torch import fx
 
 from .addresses import Addresses, Memory, Others
 from .recorded import Boxed, Fits, Recorded, Recorder, Shelf
-from .workspaces import recording, stream_of
+from .workspaces import recording, watches
 
 log = logging.getLogger("dsi.runtime")
 
@@ -36,13 +36,14 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cuda")
+        self._stream, self._capturing = watches(self._device)
         self._pools: dict[Hashable, Any] = {}
 
     def place(self) -> Hashable:
-        return stream_of(self._device)
+        return self._stream()
 
     def may_record(self) -> bool:
-        return not torch.cuda.is_current_stream_capturing()
+        return not self._capturing()
 
     def record(self, run: Callable[[], Sequence[Any]], place: Hashable) -> tuple[Callable[[], None], Sequence[Any]]:
         pool = self._pools.setdefault(place, torch.cuda.graph_pool_handle())
@@ -51,7 +52,7 @@ class CudaRecorder:
         torch._C._cuda_clearCublasWorkspaces()
         try:
             # Recording happens on a stream of its own; kernels are to use the scratch memory of the one where the graph will be launched.
-            with recording(stream_of(self._device)) as used, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with recording(self._stream()) as used, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 results = run()
         finally:
             torch._C._cuda_clearCublasWorkspaces()
