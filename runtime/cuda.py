@@ -116,7 +116,7 @@ def why_not_worth_it(program: Program, launches: int) -> str:
     """Why a recorded graph, which costs `launches` a call, would save nothing; "" where it would, or nobody knows."""
     if program.launches is None or program.launches > launches:
         return ""
-    return f"it launches {program.launches}, and a CUDA graph with the copies of inputs and results is {launches}"
+    return f"a call is {program.launches} launched, and would be {launches} with a graph and the copies of inputs and results"
 
 
 def generated_kernels(context: Context, device: torch.device | str, made: list[Made] | None = None) -> Kernels:

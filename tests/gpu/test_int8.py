@@ -146,14 +146,19 @@ def test_products_of_words_by_dp4a_and_without(tmp_path):
 
 @torch.no_grad()
 def test_recorded_graphs_see_what_becomes_of_weights():
-    model = nn.Sequential(nn.Linear(160, 208), nn.GELU(), nn.Linear(208, 160)).cuda().half().eval()
+    # Four kernels: a program of as few launches as a replay with its copies is not recorded.
+    layers = [[nn.Linear(160, 208), nn.GELU(), nn.Linear(208, 160)] for _ in range(2)]
+    model = nn.Sequential(*layers[0], nn.GELU(), *layers[1]).cuda().half().eval()
     x = torch.randn(2, 160, device="cuda").half()
     run = compiled(model, mode="reduce-overhead")
+    with collecting() as contexts:
+        run(x)
+    assert not [note for context in contexts for note in context.report.notes if "launched by itself" in note]
 
     def agrees() -> None:
         for _ in range(3):
             found = run(x).clone()
-            assert zoo.relative_error(found, rounded(copy.deepcopy(model))(x)) < 2e-3
+            assert zoo.relative_error(found, rounded(copy.deepcopy(model))(x)) < 4e-3
 
     agrees()
     model[0].weight.mul_(3)
