@@ -55,6 +55,14 @@ def test_rows_as_digits(interpreter, name, group, dtype):
             check(case, interpreter, choice=replace(choice, digits=2))
 
 
+def test_more_rows_than_half_a_tile_share_sums_as_digits(interpreter):
+    """Prompts of up to 128 tokens: no program takes fewer rows, and several share a sum."""
+    wide = replace(INT8_SKINNY, max_rows=128, block_m=128, block_n=64, digits=2)
+    for choice in (wide, replace(wide, split=3), replace(INT8_TILED, block_m=64, block_n=64, block_k=64, digits=2)):
+        check(quantised(lambda: plans.projection(BF16, 70, inner=200, columns=33)), interpreter, choice=choice)
+    check(quantised(lambda: plans.gate_up(BF16, 70)), interpreter, choice=wide)
+
+
 def test_the_error_of_digits_has_a_bound(interpreter):
     """Half a unit an element, just above 2**-16 of its row's largest value, also beside outliers."""
     case = quantised(lambda: plans.projection(F32, 5, inner=72, columns=33))
