@@ -21,7 +21,7 @@ from .kernel import Choice
 from .layout import Text
 from .linear import Grid, Linear
 from .printer import Printer
-from .quantised import TWO_DIGITS, int8_rows, rounded_rows, row_step
+from .quantised import TWO_DIGITS, digits_beside, int8_rows, rounded_rows, row_step
 from .roofline import power_of_two
 from .words import WORD, as_words, in_words
 
@@ -36,11 +36,12 @@ class Given:
     inputs: tuple[int, ...]  # numbers in the product's specification
     unit: int | None = None
     words: frozenset[int] = frozenset()  # inputs that the product reads as words: digits, and the weights
+    beside: bool = False  # both digits of a row are rows of one tensor, one after the other
 
     @property
     def names(self) -> tuple[str, ...]:
         """What the inputs are called in the product's kernel."""
-        return ("rows",) if self.unit is None else ("high", "low") if len(self.inputs) == 2 else ("whole",)
+        return ("rows",) if self.unit is None else ("digits",) if self.beside else ("high", "low") if len(self.inputs) == 2 else ("whole",)
 
 
 def is_apart(spec: t.KernelSpec, choice: Choice) -> bool:
@@ -57,10 +58,12 @@ def product_spec(spec: t.KernelSpec, choice: Choice) -> tuple[t.KernelSpec, Choi
     assert isinstance(plan, t.LinearPlan)
     rows, inner, first = sympy.sympify(plan.rows), sympy.sympify(plan.inner), len(spec.inputs)
     if int8_rows(spec, choice):
-        names = ("high", "low") if not plan.activations else ("whole",)
-        added = [t.Tensor(name, (rows, inner), (inner, sympy.Integer(1)), torch.int8) for name in names]
+        beside = digits_beside(spec, choice)
+        names = ("digits",) if beside else ("high", "low") if not plan.activations else ("whole",)
+        lines = 2 * rows if beside else rows
+        added = [t.Tensor(name, (lines, inner), (inner, sympy.Integer(1)), torch.int8) for name in names]
         added.append(t.Tensor("unit", (rows,), (sympy.Integer(1),), torch.float32))
-        given = Given(tuple(range(first, first + len(names))), first + len(names))
+        given = Given(tuple(range(first, first + len(names))), first + len(names), beside=beside)
         plan = replace(plan, activations="")
     else:
         added = [t.Tensor("rows", (rows, inner), (inner, sympy.Integer(1)), plan.x_dtype)]
@@ -114,7 +117,7 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
     statistics = linear.row_norms(body)
     step = ""
     if given.unit is not None:
-        step = row_step(linear, statistics, TWO_DIGITS if len(given.inputs) == 2 else 127.0)
+        step = row_step(linear, statistics, TWO_DIGITS if given.beside or len(given.inputs) == 2 else 127.0)
         body.line(f"tl.store({pointers[-1]} + r, {step})")
     with linear.steps(statistics) as printer:
         printer.expect([*(store.value for store in plan.row_stores), plan.x])
@@ -122,7 +125,8 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
             printer.store(store)
         x = printer.value(plan.x, name=True)
         rounded = f"{x.at(3)}.to({triton_type(plan.x_dtype)})" if plan.x_dtype != torch.float32 else x.code
-        at = f"r[:, None].to(tl.int64) * {plan.inner} + {printer.tile.bound[t.K].code}"
+        line = 2 * sympy.sympify(plan.inner) if given.beside else plan.inner
+        at = f"r[:, None].to(tl.int64) * {line} + {printer.tile.bound[t.K].code}"
         mask = f", mask={printer.tile.masks[1]}" if 1 in printer.tile.masks else ""
 
         def keep(pointer: str, code: str) -> None:
@@ -134,7 +138,8 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
             keep(pointers[0], rounded)
         else:
             wide = rounded if plan.x_dtype == torch.float32 else f"{rounded}.to(tl.float32)"
-            digits(printer, Text(wide, x.axes, 3), step, pointers[:-1], keep)
+            places = [pointers[0], f"{pointers[0]} + {plan.inner}"] if given.beside else pointers[:-1]
+            digits(printer, Text(wide, x.axes, 3), step, places, keep)
     return builder, (ceil_div(plan.rows, 1),), warps
 
 

@@ -95,7 +95,8 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     tiles = sum(count * cut.accumulators for count, cut in counts) * steps
     arithmetic = _arithmetic(work, choice, int8, device, tiles, programs * steps)
     if int8 and choice.schedule != "gemv" and device.capability >= 90:
-        arithmetic += tiles * max(choice.digits, 1) * WAITED / (processors * on_processor * max(choice.num_warps // 4, 1))
+        waits = 1 if work.beside(choice) else max(choice.digits, 1)
+        arithmetic += tiles * waits * WAITED / (processors * on_processor * max(choice.num_warps // 4, 1))
     if work.group is not None and choice.schedule != "gemv":
         arithmetic *= 1 + SPILLED * max(registers(work, choice) / MOST_REGISTERS - 1, 0)
 
@@ -156,7 +157,8 @@ def _matrix_rate(work: LinearWork, choice: Choice, int8: bool, device: Device) -
     if choice.schedule == "skinny":
         if choice.block_n < 64 or choice.num_warps % 4 or device.capability < 90:
             return rate * SHORT
-        return rate * max(TALL, MANY * choice.block_m / (choice.block_m + HALF_ROWS))
+        short = choice.block_m * (2 if work.beside(choice) else 1)
+        return rate * max(TALL, MANY * short / (short + HALF_ROWS))
     area = choice.block_m * choice.block_n * work.accumulators
     rate *= TILED * area / (area + HALF_AREA) * (1.0 if work.bare else COMPUTED)
     return rate if choice.block_m >= 64 else rate * SHORT

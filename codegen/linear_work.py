@@ -12,6 +12,7 @@ from .deferred import behind_product, deferred_norm, is_deferred, peel_of
 from .kernel import Choice
 from .layout import Interner
 from .linear_fit import FITS
+from .quantised import MANY_ROWS
 from .roofline import evaluate, traffic, typical
 from .words import words_possible
 
@@ -83,6 +84,11 @@ class LinearWork:
             return self.words and choice.digits > 0
         whole = self.group is not None and (not self.group or self.group % choice.block_k == 0)
         return choice.schedule in ("skinny", "tiled") and (choice.digits > 0 or self.rounded) and whole
+
+    def beside(self, choice: Choice) -> bool:
+        """Whether both digits of the rows are one operand (quantised.digits_beside)."""
+        many = choice.schedule == "skinny" and choice.block_m >= MANY_ROWS and not choice.peel
+        return many and self.as_int8(choice) and not self.rounded and not self.group
 
     def converted(self, choice: Choice) -> bool:
         """Whether int8 weights are converted on their way to the matrix units."""

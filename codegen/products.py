@@ -49,6 +49,8 @@ class Products:
         self.first: Tiles = {}  # the tiles loaded ahead
         self.first_x: dict[str, torch.dtype] = {}  # what a peeled step has loaded of the rows
         self.digits = linear.given is not None and linear.given.unit is not None
+        self.beside = linear.given is not None and linear.given.beside
+        self.r_digits = ""  # the rows of the operand that holds both digits
         self.words = linear.given is not None and bool(linear.given.words)
         self.given_names = () if linear.given is None else linear.given.names
         self.given_inputs = () if linear.given is None else linear.given.inputs
@@ -120,6 +122,10 @@ class Products:
             return sums
         along = 1 if self.linear.single else 2
         for key, digits in self.whole_sums.items():
+            if self.beside:
+                (both,), digits = digits, [self.builder.names.new(f"{sums[key]}_{digit}") for digit in ("high", "low")]
+                apart = f"tl.permute(tl.reshape({both}, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1))"
+                self.body.line(f"{', '.join(digits)} = tl.split({apart})")
             if self.words:  # whole numbers as long as possible: they need no conversion, and their sum is exact
                 for digit in digits:
                     self.body.line(f"{digit} = tl.sum({digit}, {along})")
@@ -143,6 +149,8 @@ class Products:
     def zeros(self) -> Sums:
         """The accumulators, all zero."""
         sums: Sums = {}
+        if self.beside:
+            self.name_digit_rows()
         shape = self.shape()
         for number, window in enumerate(self.segment.windows):
             for part in range(self.columns.parts):
@@ -152,7 +160,7 @@ class Products:
                     digits = [self.builder.names.new(f"{sums[(number, part)]}_{digit}") for digit in self.given_names]
                     self.whole_sums[(number, part)] = digits
                     for digit in digits:
-                        self.body.line(f"{digit} = tl.zeros({shape}, tl.int32)")
+                        self.body.line(f"{digit} = tl.zeros({'[BLOCK_N, 2 * BLOCK_M]' if self.beside else shape}, tl.int32)")
                     continue
                 if self.behind is None or not self.straight:
                     self.body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
@@ -340,7 +348,8 @@ class Products:
         exact = not self.digits and any(w.scale is not None and not within_step(w.scale, self.choice.block_k) for w in self.segment.windows)
         if self.digits:
             loads = [t.Load(number, (t.R, t.K), torch.int8) for number in self.given_inputs]
-            left = [printer.load(load, raw=True).code for load in loads]
+            rows = self.digit_printer(block, k) if self.beside else printer
+            left = [rows.load(load, raw=True).code for load in loads]
         elif self.plan.activations:
             # Whole numbers up to 127, which every dtype of an operand holds.
             whole_rows = rounded_rows(printer, self.rows(printer, wide=True), f"{self.linear.step}[:, None]")
@@ -375,6 +384,24 @@ class Products:
                     block.line(f"{digit} = {dot(rows, f', {digit}, out_dtype=tl.int32')}")
             else:
                 block.line(f"{name} = {dot(left[0], f', {name}{precision}')}")
+
+    def name_digit_rows(self) -> None:
+        """Names the rows of the operand that holds both digits: those of a block's high digits, then those of its low ones."""
+        self.r_digits = self.builder.names.new("r_digits")
+        each = "tl.arange(0, 2 * BLOCK_M)"
+        first = "" if self.linear.one_block else "tl.program_id(1) * BLOCK_M + "
+        self.body.line(f"{self.r_digits} = ({first}{each} % BLOCK_M) * 2 + {each} // BLOCK_M")
+        if self.linear.row_mask:
+            self.builder.names.new(f"{self.r_digits}_in")
+            size = Printer(self.builder, self.body, Tile((), {})).integer(normalise(2 * sympy.sympify(self.plan.rows)), 1)
+            self.body.line(f"{self.r_digits}_in = {self.r_digits} < {size}")
+
+    def digit_printer(self, block: Block, k: str) -> Printer:
+        """What prints both digits of the rows at step `k`."""
+        tile = self.linear.tile("rk", {"r": self.r_digits, "k": k}, ("k",) if self.mask_needed() else ())
+        tile.shape = ("2 * BLOCK_M", "BLOCK_K")
+        tile.limits[t.R] = tuple(2 * limit for limit in tile.limits[t.R])
+        return Printer(self.builder, block, tile, Printer(self.builder, self.body, self.linear.tile_without(tile)))
 
     def joined(self, products: list[str]) -> str:
         """The sums of digits, highest first, as one in fp32."""

@@ -5,8 +5,8 @@ lies within a group; else the weights themselves, in fp32.
 
 Rows meet int8 weights in one of three ways. The weights are converted to the rows' dtype, which holds them exactly. Or the rows are
 written in two int8 *digits*, x = unit * (256 * high + low) with a unit a row, about 16 bits: then integer units multiply the weights as
-they are, and no weight is ever converted. Or, where the plan says so (W8A8), each row is rounded to int8. Rows become int8 apart
-(codegen/apart.py).
+they are, and no weight is ever converted; of many rows both digits are one operand. Or, where the plan says so (W8A8), each row is
+rounded to int8. Rows become int8 apart (codegen/apart.py).
 
 Few rows meet digits without the matrix units, four elements a word (codegen/words.py).
 """
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .products import Products, Sums, Tiles
 
 LEAST_INT8 = 32  # contracted elements of a step that the matrix units multiply as int8, at least
+MANY_ROWS = 64  # rows of a tile from which on their digits lie beside each other
 TWO_DIGITS = 32639.0  # the largest value whose two digits fit int8: 127 * 256 + 127
 # 1.5 * 2**23: added and taken away again, it leaves the nearest integer, ties to even, of a value below 2**22.
 TO_NEAREST = "12582912.0"
@@ -131,6 +132,16 @@ def int8_rows(spec: t.KernelSpec, choice: Choice) -> bool:
     scales = [window.scale for segment in plan.segments for window in segment.windows]
     short = sympy.sympify(plan.inner).is_Integer and int(plan.inner) < LONGEST
     return all(scale is not None and within_step(scale, choice.block_k) and (short or scale.group) for scale in scales)
+
+
+def digits_beside(spec: t.KernelSpec, choice: Choice) -> bool:
+    """Whether the two digits of the rows are one operand of twice their number. Then one product a step multiplies both, and it reads the
+    weights from shared memory once, which is as slow as multiplying where there are `MANY_ROWS`."""
+    plan = spec.plan
+    assert isinstance(plan, t.LinearPlan)
+    if choice.schedule != "skinny" or choice.block_m < MANY_ROWS or choice.peel or plan.activations or not int8_rows(spec, choice):
+        return False
+    return not any(window.scale and window.scale.group for segment in plan.segments for window in segment.windows)
 
 
 def row_step(linear: Linear, bases: Bases, largest: float) -> str:

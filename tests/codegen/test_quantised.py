@@ -8,7 +8,7 @@ import pytest
 import torch
 from dsi.codegen import Choice, cost, generate
 from dsi.codegen.devices import A100, H200
-from dsi.codegen.quantised import int8_rows
+from dsi.codegen.quantised import digits_beside, int8_rows
 
 from . import plans
 from .quantised import quantised, rounded_rows
@@ -60,7 +60,10 @@ def test_more_rows_than_half_a_tile_share_sums_as_digits(interpreter):
     wide = replace(INT8_SKINNY, max_rows=128, block_m=128, block_n=64, digits=2)
     for choice in (wide, replace(wide, split=3), replace(INT8_TILED, block_m=64, block_n=64, block_k=64, digits=2)):
         check(quantised(lambda: plans.projection(BF16, 70, inner=200, columns=33)), interpreter, choice=choice)
-    check(quantised(lambda: plans.gate_up(BF16, 70)), interpreter, choice=wide)
+    for choice in (wide, replace(wide, max_rows=None, block_m=64)):
+        case = quantised(lambda: plans.gate_up(BF16, 70))
+        assert digits_beside(case.spec, choice) and not digits_beside(case.spec, replace(choice, block_m=32))
+        check(case, interpreter, choice=choice)
 
 
 def test_the_error_of_digits_has_a_bound(interpreter):
