@@ -348,8 +348,8 @@ class Products:
         exact = not self.digits and any(w.scale is not None and not within_step(w.scale, self.choice.block_k) for w in self.segment.windows)
         if self.digits:
             loads = [t.Load(number, (t.R, t.K), torch.int8) for number in self.given_inputs]
-            rows = self.digit_printer(block, k) if self.beside else printer
-            left = [rows.load(load, raw=True).code for load in loads]
+            digits = self.digit_printer(block, k) if self.beside else printer
+            left = [digits.load(load, raw=True).code for load in loads]
         elif self.plan.activations:
             # Whole numbers up to 127, which every dtype of an operand holds.
             whole_rows = rounded_rows(printer, self.rows(printer, wide=True), f"{self.linear.step}[:, None]")
