@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import sympy
@@ -157,8 +158,9 @@ def accumulators(plan: t.LinearPlan) -> int:
 
 
 def _group(plan: t.LinearPlan) -> int | None:
-    groups = {None if window.scale is None else window.scale.group for segment in plan.segments for window in segment.windows}
-    return None if None in groups else min(groups - {0}, default=0)  # type: ignore[type-var]
+    scales = [window.scale for segment in plan.segments for window in segment.windows]
+    groups = [scale.group for scale in scales if scale is not None]
+    return math.gcd(*groups) if len(groups) == len(scales) else None  # a step within that lies within each; 0 counts for none
 
 
 def _crowded(plan: t.LinearPlan) -> bool:
