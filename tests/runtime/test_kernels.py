@@ -274,6 +274,28 @@ def test_a_tensor_in_another_layout_than_its_fake_is_laid_out_anew():
     assert arguments[0].stride() == (6, 1) and torch.equal(arguments[0], real)
 
 
+def test_and_so_is_what_a_region_without_a_kernel_gives():
+    """Its operators run by themselves, and promise no more than others."""
+    outer = Outer()
+    x = outer.input("x", torch.randn(4, 6))
+    (made,) = outer.region("first", lambda a: (a * 1.0,), x, kind="row")
+    (y,) = outer.region("double", lambda a: (a * 2.0,), made, kind="row")
+    gm = outer.finish(y)
+    outer.plan()
+    first, second = outer.regions
+    (member,) = (node for node in first.body.graph.nodes if node.op == "call_function")
+    member.target, member.args = (lambda a: a.t().contiguous().t()), member.args[:1]
+    found = fake_set(kernels_for(second, outer.context()))
+    disk = kernels.DiskCache("test")
+
+    def of(region, values, sizes, overlaps):
+        return None if region is first else GeneratedKernel(found, values, Sizes(outer.fakes), disk)
+
+    real = torch.randn(4, 6)
+    assert torch.equal(build(gm, outer.fakes, of)([real])[0], real * 2)
+    assert kernels.load(found.variants[0], disk).LOG[-1][1][0].stride() == (6, 1)
+
+
 # ------------------------------------------------------------------------------------------------------------- compiled ahead
 
 
