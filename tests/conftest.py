@@ -57,8 +57,8 @@ def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
-    # Neither a GPU nor a browser is a package that set-up could have installed everywhere.
-    excused = any(item.get_closest_marker(name) for name in ("gpu", "browser"))
+    # Neither a GPU nor a browser is a package that set-up could have installed everywhere, and DeepSpeed is one that it should not.
+    excused = any(item.get_closest_marker(name) for name in ("gpu", "browser", "deepspeed"))
     if IN_CI and report.skipped and not hasattr(report, "wasxfail") and not excused:
         report.outcome = "failed"
         report.longrepr = f"skipped where CI=true, which counts as a failure: {_skip_reason(report)}"

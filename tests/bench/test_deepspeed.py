@@ -63,6 +63,7 @@ def test_a_block_that_does_not_fit_the_cache_is_refused(live):
         workload(Settings(small=True), dataclasses.replace(SIZES, live=live))
 
 
+@pytest.mark.deepspeed
 def test_deepspeeds_own_layers_get_gpt2s_weights(monkeypatch):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here")
     if torch.cuda.is_available():
