@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bench.cli import Against, Batches, Blocks, Cases, Dtype, Json, Layers, Limit, Seconds, Small, models, numbers, settings
+from bench.cli import Against, Batches, Blocks, Cases, Dtype, Json, Layers, Limit, Room, Seconds, Small, models, numbers, settings
 from bench.commands import register
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -20,7 +20,7 @@ def decode_command(
     cases: Cases = "gpt2,gpt2-xl,llama-3.2-1b,llama-7b,llama-3-8b,bert-large",
     batches: Batches = "1",
     layers: Layers = None,
-    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
+    cache: Room = 512,
     live: Annotated[str, typer.Option(help="Tokens in the cache when a step begins, by commas; left out: all but a block's.")] = "",
     length: Annotated[int, typer.Option(help="Tokens of an encoder's input.")] = 128,
     against: Against = "eager,default,reduce-overhead,max-autotune-no-cudagraphs,dsi,dsi-reduce-overhead",
@@ -157,7 +157,7 @@ def compile_command(
     cases: Cases = "llama-3-8b",
     layers: Annotated[int | None, typer.Option(min=1, help="Layers for dsi's sides.")] = 32,
     others: Annotated[int | None, typer.Option("--compared", min=1, help="Layers with which dsi is compared with other sides.")] = 4,
-    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
+    cache: Room = 512,
     against: Against = "dsi,default,max-autotune-no-cudagraphs",
     dtype: Dtype = None,
     small: Small = False,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench import path, timing
+from bench import path, timing, toolkit
 from bench.comparators import reset
 from bench.decode import workloads
 from bench.report import Report, Settings, figure
@@ -53,9 +52,9 @@ def run(
                     continue
                 row: dict[str, Any] = {"case": name, "batch": batch, "side": side}
                 if tool is None:
-                    row["problem"] = "ncu is neither on the PATH nor in a CUDA toolkit (/usr/local/cuda)"
+                    row["problem"] = "ncu is neither on the PATH nor in a CUDA toolkit (CUDA_HOME, /usr/local/cuda)"
                 else:
-                    row |= _counted(settings, tool, name, batch, side, layers, cache, live, seconds, metrics)
+                    row |= _counted(tool, child_command(settings, name, batch, side, layers, cache, live), metrics, seconds)
                 report.add(row)
                 _print(row, metrics, report)
     return report
@@ -63,26 +62,18 @@ def run(
 
 def counter() -> str | None:
     """Nsight Compute's path, if there is one."""
-    places = [shutil.which("ncu"), shutil.which("ncu", path="/usr/local/cuda/bin")]
-    return next((place for place in places if place), None)
+    return toolkit.program("ncu")
 
 
-def _counted(
-    settings: Settings,
-    tool: str,
-    name: str,
-    batch: int,
-    side: str,
-    layers: int | None,
-    cache: int,
-    live: int | None,
-    seconds: float,
-    metrics: Sequence[str],
-) -> dict[str, Any]:
+def child_command(settings: Settings, name: str, batch: int, side: str, layers: int | None, cache: int, live: int | None) -> list[str]:
+    """What runs `one_step` in a process of its own."""
     own = [sys.executable, "-m", "bench", "bytes", "--child", name, "--batches", str(batch), "--sides", side, "--cache", str(cache)]
     for option, value in (("--layers", layers), ("--live", live), ("--dtype", settings.dtype)):
         own += [option, str(value)] if value is not None else []
-    own += ["--small"] if settings.small else []
+    return own + (["--small"] if settings.small else [])
+
+
+def _counted(tool: str, own: Sequence[str], metrics: Sequence[str], seconds: float) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [tool, "--metrics", ",".join((METRIC, *metrics)), *COUNTING, *own],

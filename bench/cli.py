@@ -20,6 +20,9 @@ Dtype = Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; left out: t
 Limit = Annotated[float | None, typer.Option(help="Seconds that compiling a side may take; a side that takes longer is left out.")]
 Small = Annotated[bool, typer.Option("--small", help="Toy sizes, to try the harness anywhere.")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Layers of each model; left out: as in bench/shapes.py.")]
+FewLayers = Annotated[int | None, typer.Option(min=1, help="Layers of each model.")]
+Room = Annotated[int, typer.Option(help="Tokens that the static cache has room for.")]
+Live = Annotated[int, typer.Option(min=1, help="Tokens in the cache when a step begins.")]
 Batches = Annotated[str, typer.Option(help="Batch sizes, by commas.")]
 Cases = Annotated[str, typer.Option(help="Models, by commas (bench/shapes.py).")]
 

@@ -7,7 +7,24 @@ from typing import Annotated
 
 import typer
 
-from bench.cli import Against, Batches, Blocks, Cases, Dtype, Json, Layers, Limit, Seconds, Small, models, numbers, settings
+from bench.cli import (
+    Against,
+    Batches,
+    Blocks,
+    Cases,
+    Dtype,
+    FewLayers,
+    Json,
+    Layers,
+    Limit,
+    Live,
+    Room,
+    Seconds,
+    Small,
+    models,
+    numbers,
+    settings,
+)
 
 HEADS = {768: 12, 1600: 25, 4096: 32, 64: 4}
 LAYERS = {768: 12, 1600: 12, 4096: 8, 64: 2}
@@ -138,8 +155,8 @@ def timeline_command(
     cases: Cases = "gpt2",
     batches: Batches = "1",
     layers: Layers = None,
-    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
-    live: Annotated[int, typer.Option(min=1, help="Tokens in the cache when a step begins.")] = 128,
+    cache: Room = 512,
+    live: Live = 128,
     against: Against = "dsi,dsi-laid-out,reduce-overhead",
     dtype: Dtype = None,
     small: Small = False,
@@ -159,9 +176,9 @@ def timeline_command(
 def bytes_command(
     cases: Cases = "llama-3-8b",
     batches: Batches = "1,8",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of each model.")] = 4,
-    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
-    live: Annotated[int, typer.Option(min=1, help="Tokens in the cache when a step begins.")] = 128,
+    layers: FewLayers = 4,
+    cache: Room = 512,
+    live: Live = 128,
     against: Against = "dsi-int8",
     dtype: Dtype = None,
     small: Small = False,
@@ -187,9 +204,9 @@ def bytes_command(
 def in_model_command(
     cases: Cases = "llama-3-8b",
     batches: Batches = "4",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of each model.")] = 4,
-    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
-    live: Annotated[int, typer.Option(min=1, help="Tokens in the cache when a step begins.")] = 128,
+    layers: FewLayers = 4,
+    cache: Room = 512,
+    live: Live = 128,
     against: Against = "dsi",
     most: Annotated[int, typer.Option(min=0, help="Choices of the cost model's list that are tried in each group.")] = 8,
     choice: Annotated[
@@ -252,7 +269,7 @@ def audit_command(
     cases: Cases = "gpt2,gpt2-xl,llama-3.2-1b,llama-7b,llama-3-8b,bert-large",
     batches: Batches = "1",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a sequence that a pass is given; an encoder gets 128 at least.")] = 1,
-    cache: Annotated[int, typer.Option(help="Tokens that the static cache has room for.")] = 512,
+    cache: Room = 512,
     int8: Annotated[bool, typer.Option("--int8", help="With int8 weights.")] = False,
     lay_out: Annotated[bool, typer.Option("--lay-out", help="With weights laid out by output, as the engine has them.")] = False,
     device: Annotated[str, typer.Option(help="The device to compile for (codegen/devices.py).")] = "H200",

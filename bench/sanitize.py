@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench import path, timing
+from bench import path, timing, toolkit
 from bench.comparators import DTYPES
 from bench.decode import token_ids
 from bench.generate import cache_argument, static_cache
@@ -54,10 +53,7 @@ def run(settings: Settings, cases: Sequence[str], batches: Sequence[int], second
 
 def sanitizer() -> str | None:
     """The checker's path, if there is one."""
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    places = [Path(home) / part for home in homes if home for part in ("bin", "compute-sanitizer", "extras/compute-sanitizer")]
-    found = [shutil.which("compute-sanitizer"), *(shutil.which(place / "compute-sanitizer") for place in places)]
-    return next((tool for tool in found if tool), None)
+    return toolkit.program("compute-sanitizer")
 
 
 def child_command(settings: Settings, name: str, batch: int) -> list[str]:
