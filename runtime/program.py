@@ -136,7 +136,6 @@ class _Builder:
         self.copies: list[tuple[int, int]] = []  # the slots (to, from) of the last step, if it copies results to inputs
         self.copied: tuple[Any, ...] = ()  # the dtype and device of these
         self.views = Views()
-        self.by_members: set[fx.Node] = set()  # calls of regions whose results are operators', in whatever layout these give
         self.begun = False  # whether a kernel of a region is launched before what comes next, whatever the sizes are
 
     def build(self, gm: fx.GraphModule) -> Program:
@@ -265,7 +264,6 @@ class _Builder:
         values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
         kernel = self.kernels(region, values, self.program.sizes, self.begun and _constants_are_inputs(region, node))
         if kernel is None:
-            self.by_members.add(node)
             inner: dict[fx.Node, Any] = {}
             for placeholder, argument in zip(region.inputs, arguments, strict=True):
                 inner[placeholder] = argument if isinstance(argument, int) else self.constant(argument[0])
@@ -291,8 +289,7 @@ class _Builder:
     def ours(self, node: fx.Node) -> bool:
         """Whether a value is an input of the program, whose layout is guarded, a constant, or a kernel's output."""
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            node = node.args[0]
-            return node.op == "call_module" and node not in self.by_members
+            return node.args[0] in self.views.kernels
         return node.op in ("placeholder", "get_attr")
 
     def constant(self, value: Any) -> int:
