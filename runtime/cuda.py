@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from dsi.codegen.devices import find_device
+from dsi.codegen.devices import Device, find_device
+from dsi.codegen.few_launches import host_bound
 from dsi.ir.context import Context
 from dsi.ir.errors import Refusal
 from dsi.ir.region import Region
@@ -16,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .ahead import Made, compile_ahead, sizes_now
 from .cache import DiskCache
+from .expand import region_of
 from .fallback import FallingBack
 from .graphs import CudaRecorder, GraphedProgram, launches_of_a_call, written_inputs
 from .inductor_api import static_inputs
@@ -43,24 +46,37 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     if context.options.mode.startswith("max-autotune"):
         with timed(context, "tuning"):
             tune_kernels(context, torch.device("cuda", index))
-    made: list[Made] = []
-    with timed(context, "kernels"), torch.cuda.device(index):
-        program = build(gm, example_inputs, generated_kernels(context, torch.device("cuda", index), made))
-    sizes = sizes_now(program.sizes, example_inputs)
-    if made and sizes is not None:
-        with timed(context, "triton"):
-            compile_ahead(made, sizes, torch.device("cuda", index))
-    run: Boxed = program
-    mode = context.options.mode
+    device, mode = torch.device("cuda", index), context.options.mode
+
+    def built(few: bool) -> tuple[Program, list[Made]]:
+        made: list[Made] = []
+        with timed(context, "kernels"), torch.cuda.device(index):
+            return build(gm, example_inputs, generated_kernels(context, device, made, few)), made
+
+    few = waits_for_the_host(gm, find_device(torch.cuda.get_device_name(index)))
+    program, made = built(few)
+    graphed = False
     if mode in GRAPHED_MODES:
         static, written = static_inputs(gm), written_inputs(gm)
         reason = why_not_graphed(gm, example_inputs) if context.options.cuda_graphs else "cuda_graphs=False"
         reason = reason or why_not_worth_it(program, launches_of_a_call(example_inputs, static, written, program.results))
         if reason:
             context.report.notes.append(f"mode {mode!r}: every kernel is launched by itself: {reason}")
-        else:
-            recorder = CudaRecorder(torch.device("cuda", index))
-            run = GraphedProgram(program, example_inputs, static, written, context, recorder, program.needed)
+        graphed = not reason
+    if graphed and few:  # one launch of the host's for all of them
+        program, made = built(False)
+    elif spared := launches_spared(program):
+        context.report.notes.append(
+            f"the device should need less for the kernels of a call than the host: {spared} launches are spared, by kernels that alone are "
+            "not the fastest"
+        )
+    sizes = sizes_now(program.sizes, example_inputs)
+    if made and sizes is not None:
+        with timed(context, "triton"):
+            compile_ahead(made, sizes, device)
+    run: Boxed = program
+    if graphed:
+        run = GraphedProgram(program, example_inputs, static, written, context, CudaRecorder(device), program.needed)
 
     # torch's own, without asking each time whether CUDA is there: the inputs of a call are.
     current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -119,15 +135,29 @@ def why_not_worth_it(program: Program, launches: int) -> str:
     return f"a call is {program.launches} launched, and would be {launches} with a graph and the copies of inputs and results"
 
 
-def generated_kernels(context: Context, device: torch.device | str, made: list[Made] | None = None) -> Kernels:
+def waits_for_the_host(gm: fx.GraphModule, figures: Device) -> bool:
+    """Whether a device with these figures should need less for a call of `gm` than the host. Operators that are not ours take nobody
+    knows how long."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and _is_tensor(node.meta.get("val"))]
+    if any(node.target is not operator.getitem and not getattr(node.target, "is_view", False) for node in calls):
+        return False
+    return host_bound([region_of(node).spec for node in gm.graph.find_nodes(op="call_module")], figures)
+
+
+def launches_spared(program: Program) -> int:
+    """How many launches of a call are spared by kernels that were chosen for that."""
+    return sum(kernel.kernel.found.spared for _, kernel in program.regions if isinstance(kernel, FallingBack))
+
+
+def generated_kernels(context: Context, device: torch.device | str, made: list[Made] | None = None, few: bool = False) -> Kernels:
     """What runs a region on tensors of `device`: its generated kernels, or None, with a refusal in the report, where it must run by
-    references. Each is added to `made`, with its region.
+    references. Each is added to `made`, with its region. `few`: those of one launch, where they are near the fastest.
     """
     disk = DiskCache(device_name(context), context.options.cache)
     here = torch.device(device)
 
     def kernels(region: Region, values: Sequence[Any], sizes: Sizes, overlaps: bool = False) -> RegionKernel | None:
-        found: Any = kernels_for(region, context)
+        found: Any = kernels_for(region, context, few)
         tensors = [*zip(region.inputs, values, strict=True), *((node, node.meta["val"]) for node in region.outputs)]
         elsewhere = [f"{node} on {value.device}" for node, value in tensors if _is_tensor(value) and _place(value.device) != _place(here)]
         if not isinstance(found, Refusal) and elsewhere:

@@ -35,12 +35,15 @@ class KernelSet:
     """The variants generated for one region and all equal ones, smallest row bucket first.
 
     `symbols` says where each size symbol that the launches use is read from, in terms of the region's inputs; `rows` is the number of rows
-    that picks the variant.
+    that picks the variant. `few`: made for a program in which a launch counts for more than a microsecond of the device, by which
+    `spared` launches are saved.
     """
 
     variants: tuple[Kernel, ...]
     rows: sympy.Expr
     symbols: dict[str, Origin]
+    few: bool = False
+    spared: int = 0
 
 
 _sets: dict[tuple[str, str], KernelSet | Refusal] = {}
@@ -57,23 +60,25 @@ def device_name(context: Context) -> str:
     return "none"
 
 
-def kernels_for(region: Region, context: Context) -> KernelSet | Refusal:
-    """The kernels of `region`, from this process, from disk, or generated; a refusal where there can be none. Fills `region.kernels`."""
+def kernels_for(region: Region, context: Context, few: bool = False) -> KernelSet | Refusal:
+    """The kernels of `region`, from this process, from disk, or generated; a refusal where there can be none. Fills `region.kernels`.
+    `few`: of one launch, where that is near the fastest (codegen/few_launches.py)."""
     device = device_name(context)
-    memo = (device, region.key or f"{region.name} {id(region)}")
+    memo = (device, _name(region, few))
     with _lock:
         if memo not in _sets:
             disk = DiskCache(device, context.options.cache and bool(region.key))
-            stored = None if memo in _outdated else _read(disk, region.key)
-            _sets[memo] = stored if stored is not None else _generate(region, device, disk.enabled)
+            stored = None if memo in _outdated else _read(disk, memo[1], few)
+            _sets[memo] = stored if stored is not None else _generate(region, device, disk.enabled, few)
             _outdated.discard(memo)
             if stored is None:
-                _write(disk, region.key, _sets[memo])
+                _write(disk, memo[1], _sets[memo])
         found = _sets[memo]
     if isinstance(found, KernelSet):
         region.kernels = list(found.variants)
+        name = f"kernels/{region.key or region.name}{'.few' if found.spared else ''}"
         for kernel in found.variants:
-            path = f"kernels/{region.key or region.name}.{kernel.schedule}{'' if kernel.max_rows is None else kernel.max_rows}.py"
+            path = f"{name}.{kernel.schedule}{'' if kernel.max_rows is None else kernel.max_rows}.py"
             if path not in context.artifacts:
                 context.emit(path, kernel.source)
         return found
@@ -83,19 +88,25 @@ def kernels_for(region: Region, context: Context) -> KernelSet | Refusal:
 def keep(region: Region, context: Context, found: KernelSet) -> None:
     """Has `found` be the kernels of `region` and of all equal ones from now on, on disk too."""
     device = device_name(context)
+    name = _name(region, found.few)
     with _lock:
-        _sets[device, region.key or f"{region.name} {id(region)}"] = found
+        _sets[device, name] = found
     region.kernels = list(found.variants)
     if region.key:
-        _write(DiskCache(device, context.options.cache), region.key, found)
+        _write(DiskCache(device, context.options.cache), name, found)
 
 
 def renew(regions: Sequence[Region], device: str) -> None:
     """Has the kernels of some regions generated anew, because other choices are known to be better."""
     with _lock:
-        for region in regions:
-            _sets.pop((device, region.key), None)
-            _outdated.add((device, region.key))
+        for memo in ((device, _name(region, few)) for region in regions for few in (False, True)):
+            _sets.pop(memo, None)
+            _outdated.add(memo)
+
+
+def _name(region: Region, few: bool) -> str:
+    """What kernels are kept under."""
+    return (region.key or f"{region.name} {id(region)}") + (" few" if few else "")
 
 
 def print_kernels(context: Context) -> None:
@@ -109,34 +120,39 @@ def print_kernels(context: Context) -> None:
                 context.report.unfused.append(found)
 
 
-def _generate(region: Region, device: str, cache: bool) -> KernelSet | Refusal:
+def _generate(region: Region, device: str, cache: bool, few: bool) -> KernelSet | Refusal:
     spec = region.spec
     if spec is None:
         return Refusal("it has no plan, so no kernel")
     try:
-        variants = _variants(spec, region.key, device, cache)
+        variants, spared = _variants(spec, region.key, device, cache, few)
     except Refused as refused:
         return refused.refusal
     except NotImplementedError as error:  # an index expression that has no form in Triton
         return Refusal(str(error))
     ordered = tuple(sorted(variants, key=lambda kernel: (kernel.max_rows is None, kernel.max_rows or 0)))
     rows = spec.plan.queries if hasattr(spec.plan, "queries") else spec.plan.rows
-    return KernelSet(ordered, expression(rows), _origins(region))
+    return KernelSet(ordered, expression(rows), _origins(region), few, spared)
 
 
-def _variants(spec: KernelSpec, key: str, device: str, cache: bool) -> Sequence[Kernel]:
-    """The kernels of a specification, by the best choices that are known."""
+def _variants(spec: KernelSpec, key: str, device: str, cache: bool, few: bool) -> tuple[Sequence[Kernel], int]:
+    """The kernels of a specification, by the best choices that are known, and how many launches of any are saved with `few`."""
     from dsi.codegen import cost
     from dsi.codegen.devices import find_device
+    from dsi.codegen.few_launches import in_one_launch
 
     from dsi import codegen
 
     figures = find_device(device)
     found: list[Kernel] = []
+    spared = 0
     for bucket in cost.buckets(spec.plan):
         choice = (winner(device, cache, key, bucket) if key else None) or untuned(spec, bucket, device, figures)
-        found += codegen.generate(spec, choice=choice, device=figures)
-    return found
+        made = codegen.generate(spec, choice=choice, device=figures)
+        if few and (launches := len(made[0].launches)) > 1 and (other := in_one_launch(spec, choice, figures)) is not None:
+            made, spared = codegen.generate(spec, choice=other, device=figures), max(spared, launches - 1)
+        found += made
+    return found, spared
 
 
 def _origins(region: Region) -> dict[str, Origin]:
@@ -156,7 +172,7 @@ def _numbers(value: Any, part: str) -> Sequence[Any]:
     return {"value": (), "size": value.shape, "stride": value.stride()}[part]
 
 
-def _read(disk: DiskCache, key: str) -> KernelSet | None:
+def _read(disk: DiskCache, key: str, few: bool) -> KernelSet | None:
     stored = disk.read("regions", key)
     if stored is None:
         return None
@@ -168,7 +184,7 @@ def _read(disk: DiskCache, key: str) -> KernelSet | None:
                 return None
             variants.append(kernel_from_json(value, source))
         symbols = {name: (str(part), int(number), int(dim), int(by)) for name, (part, number, dim, by) in stored["symbols"].items()}
-        return KernelSet(tuple(variants), expression_from_json(stored["rows"]), symbols)
+        return KernelSet(tuple(variants), expression_from_json(stored["rows"]), symbols, few, int(stored["spared"]))
     except (KeyError, TypeError, ValueError):
         return None  # of another format; it is generated and written anew
 
@@ -181,6 +197,7 @@ def _write(disk: DiskCache, key: str, found: KernelSet | Refusal) -> None:
             "variants": [kernel_to_json(kernel) for kernel in found.variants],
             "rows": expression_to_json(found.rows),
             "symbols": {name: list(origin) for name, origin in found.symbols.items()},
+            "spared": found.spared,
         }
     except ValueError:
         return  # an expression that cannot be stored: generated in each process
