@@ -52,6 +52,8 @@ class Linear:
         self.one_block = (choice.max_rows is not None and choice.max_rows <= choice.block_m) or (
             rows.is_Integer and int(rows) <= choice.block_m
         )
+        # Blocks of rows that share columns run one behind another, so that these are read from memory once.
+        self.row_axis = 1 if self.one_block and choice.schedule != "tiled" else 0
         most = () if choice.max_rows is None else (sympy.Integer(choice.max_rows),)
         self.limits: dict[sympy.Symbol, tuple[sympy.Expr, ...]] = {t.R: (rows, *most), t.K: (sympy.sympify(self.plan.inner),)}
         self.fixed = {t.R: sympy.Integer(0)} if self.single else {}
@@ -112,13 +114,12 @@ class Linear:
         for number in sorted(self.given.words) if self.given is not None else ():
             self.builder.reinterpret(body, number)
         ahead = choice.schedule != "tiled"
-        axis = 0 if ahead else 1
         self.program = self.builder.names.new("column_program")
-        body.line(f"{self.program} = tl.program_id({axis})")
+        body.line(f"{self.program} = tl.program_id({1 - self.row_axis})")
         if not self.single:
             constant("BLOCK_M", choice.block_m)
             arange = "tl.arange(0, BLOCK_M)"
-            body.line(f"r = {arange}" if self.one_block else f"r = tl.program_id({1 - axis}) * BLOCK_M + {arange}")
+            body.line(f"r = {arange}" if self.one_block else f"r = tl.program_id({self.row_axis}) * BLOCK_M + {arange}")
             self.row_mask = not divisible(plan.rows, choice.block_m)
             if self.row_mask:
                 printer = Printer(self.builder, body, Tile((), {}))
@@ -148,7 +149,7 @@ class Linear:
         blocks = ceil_div(plan.rows, choice.block_m)
         if choice.split > 1:
             return self.builder, (self.programs, blocks, sympy.Integer(choice.split))
-        return self.builder, (self.programs, blocks) if ahead else (blocks, self.programs)
+        return self.builder, (blocks, self.programs) if self.row_axis == 0 else (self.programs, blocks)
 
     def statistics(self, block: Block) -> Bases:
         """The passes over x that the prologue's row statistics need."""

@@ -26,8 +26,9 @@ PEELED = 4  # copies of them whose first step is peeled, the best
 BEHIND = 4  # and whose layer norm comes behind the product
 ALIKE_WORDS = 1  # and so over words, where memory decides, and the model tells tiles apart by a percent or two
 GEMV_ROWS, SKINNY_ROWS = 4, 64  # the most rows of these schedules
-DIGIT_ROWS = 128  # and of skinny over integers, whose programs can share sums: of few columns there are few tiles, and no library's product
+DIGIT_ROWS = 128  # and of a block of skinny over integers, whose programs can share sums: of few columns there are few tiles
 APART_ROWS = 16  # from which skinny's prologue is tried as a kernel of its own
+LEAST_BOTH, MOST_BOTH = 128, 256  # rows of int8 in such a block: with two digits, twice its rows
 SHORTEST = 8  # rows of a skinny tile at least: the matrix units pad fewer
 LEAST_STEP = 16  # contracted elements of a step on the matrix units at least
 LONG_STEP = 128  # and of tiled's at most, but of integers', since each of their products is waited for
@@ -63,6 +64,7 @@ def linear_candidates(work: LinearWork, rows: int | None, device: Device) -> tup
     if rows is not None and rows <= _skinny_rows(work) and not work.wide:
         found += _skinny(work, rows, device)
     if rows is None or rows > SKINNY_ROWS or not found:
+        found += _blocks(work, rows, device)
         found += _tiled(work, rows, device)
     found = found or [_least(work, rows)]
     timed = sorted((linear_seconds(work, choice, device), -choice.block_n, number) for number, choice in enumerate(found))
@@ -90,7 +92,7 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
     """Whether a choice that was made for another linear can be this one's, for at most `rows` rows (None: any number). `same`: that one had
     this one's shape on this device, so that the registers and the shared memory that it takes are known to do."""
     few = {"gemv": GEMV_ROWS, "skinny": _skinny_rows(work)}.get(choice.schedule)
-    if few is not None and (rows is None or rows > min(few, choice.block_m)):
+    if few is not None and (rows is None or rows > min(few, choice.block_m)) and not (few != GEMV_ROWS and work.in_blocks(choice)):
         return False
     if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not (same or _fits(work, choice, device)):
         return False
@@ -111,7 +113,7 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
 
 
 def _skinny_rows(work: LinearWork) -> int:
-    """The most rows of skinny."""
+    """The most rows of skinny in one block."""
     return DIGIT_ROWS if work.group is not None else SKINNY_ROWS
 
 
@@ -200,6 +202,30 @@ def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
                 continue
             if _fits(work, choice, device) and (split == 1 or FEWEST < each <= MOST_PROGRAMS) and (not digits or _as_digits(work, choice)):
                 yield choice
+
+
+def _blocks(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choice]:
+    """Skinny over integers in blocks of rows. What integers' products wait for, other programs of the processor fill."""
+    if work.group is None or work.wide:
+        return
+    for block_m, block_n, block_k, warps, stages in itertools.product((64, 128), (32, 64, 128), _steps(work, (64, 128)), (4, 8), (3, 4)):
+        both = block_m * (1 if work.rounded else 2)
+        sums = work.accumulators * block_n * both / (32 * warps)
+        if block_n < work.held or not LEAST_BOTH <= both <= MOST_BOTH or not SUMS_CROWDED <= sums <= SUMS_BARE:
+            continue
+        choice = Choice(
+            "skinny",
+            rows,
+            block_m,
+            block_n,
+            block_k,
+            statistics_block(work, block_m, warps),
+            warps,
+            stages,
+            digits=0 if work.rounded else 2,
+        )
+        if work.in_blocks(choice) and _as_digits(work, choice) and _fits(work, choice, device):
+            yield choice
 
 
 def _peeled(work: LinearWork, choice: Choice, device: Device) -> list[Choice]:

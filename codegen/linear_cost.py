@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from .devices import Device
 from .kernel import Choice
-from .linear_fit import FITS
+from .linear_fit import BLOCKS, FITS
 from .linear_occupancy import programs_of, registers, resident, shared_bytes
 from .linear_work import LinearWork, linear_work
 from .word_cost import EXCHANGE, LAUNCHED, WORD_SPREAD, word_slots
@@ -82,7 +82,8 @@ def _sooner(work: LinearWork, choice: Choice, apart: bool, device: Device) -> fl
 
 
 def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Device) -> float:
-    fit, processors = FITS[choice.schedule], device.processors
+    in_blocks, processors = work.in_blocks(choice), device.processors
+    fit = BLOCKS if in_blocks else FITS[choice.schedule]
     programs, together = programs_of(work, choice), resident(work, choice, device)
     on_processor = min(together, math.ceil(programs / processors))
     share = work.inner / choice.split
@@ -94,7 +95,7 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     fill = programs / (math.ceil(programs / processors) * processors)
     tiles = sum(count * cut.accumulators for count, cut in counts) * steps
     arithmetic = _arithmetic(work, choice, int8, device, tiles, programs * steps)
-    if int8 and choice.schedule != "gemv" and device.capability >= 90:
+    if int8 and choice.schedule != "gemv" and device.capability >= 90 and not in_blocks:
         waits = 1 if work.beside(choice) else max(choice.digits, 1)
         arithmetic += tiles * waits * WAITED / (processors * on_processor * max(choice.num_warps // 4, 1))
     if work.group is not None and choice.schedule != "gemv":
@@ -115,7 +116,8 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
         # What is waited for (products of integers, and of weights that are converted and stored) is over before the next copies are begun.
         waited = int8 or (work.converted(choice) and choice.schedule == "tiled")
         busy = arithmetic / (programs * steps) * processors if waited else 0.0
-        one = latency + steps * max((latency + busy) / max(choice.num_stages - 1, 1), fit.step)
+        each = (latency + busy) / max(choice.num_stages - 1, 1)
+        one = latency + steps * (each + fit.step if in_blocks else max(each, fit.step))
     limits = (
         spread * work.moved / (fit.stream * device.bandwidth),
         waves * (one + fit.program),
@@ -154,6 +156,8 @@ def _matrix_rate(work: LinearWork, choice: Choice, int8: bool, device: Device) -
     if work.wide and not int8:
         return device.vector * 0.5
     rate = device.matrix[2] * (2 if int8 else 1)
+    if work.in_blocks(choice) and device.capability >= 90:
+        return rate
     if choice.schedule == "skinny":
         if choice.block_n < 64 or choice.num_warps % 4 or device.capability < 90:
             return rate * SHORT

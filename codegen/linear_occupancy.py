@@ -13,6 +13,7 @@ from .word_cost import QUARTERS, word_registers
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of one processor
 CROWDED = 0.7  # further registers for each sum where an epilogue works on several parts
 AS_DIGITS = 96  # registers beside sums of integers, whatever the schedule: compiled kernels have 70 to 115
+BESIDE, LONG = 40, 12  # and where both digits are one operand of programs that share no sum; more of steps of 128 elements: as compiled
 MEETING = 2  # and for each program of those that share a sum, whose loads are unrolled
 CONVERTED_REGISTERS = 0.65  # of each int8 weight that a thread converts in a step: its byte, and what it becomes
 
@@ -51,7 +52,8 @@ def registers(work: LinearWork, choice: Choice) -> int:
     stepwise = 1 if work.group else 0  # sums beside the products of one step, which a scale multiplies
     if work.as_int8(choice):  # an epilogue finds digits joined
         meeting = MEETING * choice.split if choice.split > 1 else 0
-        return int(AS_DIGITS + sums * max(max(choice.digits, 1) + stepwise, 1 + (CROWDED if work.crowded else 0.0))) + meeting + held
+        least = AS_DIGITS if choice.split > 1 or not work.beside(choice) else BESIDE + LONG if choice.block_k >= 128 else BESIDE
+        return int(least + sums * max(max(choice.digits, 1) + stepwise, 1 + (CROWDED if work.crowded else 0.0))) + meeting + held
     if work.converted(choice):
         held += int(CONVERTED_REGISTERS * work.accumulators * choice.block_n * choice.block_k / threads + stepwise * sums)
     return int(least + sums * (1 + (CROWDED if work.crowded else 0.0)) + (sums if work.wide else 0)) + held

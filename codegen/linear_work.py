@@ -91,6 +91,11 @@ class LinearWork:
         many = choice.schedule == "skinny" and choice.block_m >= MANY_ROWS and not choice.peel
         return many and self.as_int8(choice) and not self.rounded and not self.group
 
+    def in_blocks(self, choice: Choice) -> bool:
+        """Whether skinny, which multiplies few rows, takes all rows in several blocks: over integers, where programs share no sums."""
+        whole = self.beside(choice) or (self.rounded and self.as_int8(choice))
+        return choice.schedule == "skinny" and choice.split == 1 and whole and self.rows > choice.block_m
+
     def converted(self, choice: Choice) -> bool:
         """Whether int8 weights are converted on their way to the matrix units."""
         return choice.schedule in ("skinny", "tiled") and self.element_bytes == 1 and not self.wide and not self.as_int8(choice)

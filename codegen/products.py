@@ -389,7 +389,7 @@ class Products:
         """Names the rows of the operand that holds both digits: those of a block's high digits, then those of its low ones."""
         self.r_digits = self.builder.names.new("r_digits")
         each = "tl.arange(0, 2 * BLOCK_M)"
-        first = "" if self.linear.one_block else "tl.program_id(1) * BLOCK_M + "
+        first = "" if self.linear.one_block else f"tl.program_id({self.linear.row_axis}) * BLOCK_M + "
         self.body.line(f"{self.r_digits} = ({first}{each} % BLOCK_M) * 2 + {each} // BLOCK_M")
         if self.linear.row_mask:
             self.builder.names.new(f"{self.r_digits}_in")

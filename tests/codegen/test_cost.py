@@ -199,6 +199,25 @@ def test_registers_beside_integers_are_about_what_compiled_kernels_have():
     assert linear_cost.registers(work, Choice("tiled", None, 64, 128, 128, 64, 4, 4, digits=2)) > 255  # 504 bytes are spilled
 
 
+def test_int8_weights_of_many_rows_take_as_long_as_measured():
+    """Two digits in blocks of rows, on an H200: microseconds, and what choice was the fastest of those tried."""
+    for rows, columns, inner, us, fastest in (
+        (512, 4096, 4096, 23.9, (64, 128, 128, 4, 3)),
+        (512, 4096, 14336, 79.6, (64, 128, 128, 4, 3)),
+        (512, 6144, 4096, 37.0, (64, 128, 64, 4, 4)),
+        (512, 28672, 4096, 171.9, (64, 128, 128, 4, 3)),
+        (256, 28672, 4096, 99.7, (64, 128, 128, 4, 3)),
+    ):
+        spec = on_meta(lambda n=columns, k=inner, m=rows: quantised(lambda: plans.projection(BF16, m, k, n, strided=False)))
+        best, *_ = found = cost.candidates(spec)
+        assert best.schedule == "skinny" and best.digits == 2
+        measured = next(
+            c for c in found if (c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages) == fastest and c.schedule == "skinny"
+        )
+        assert 0.8 < cost.predict(spec, measured) * 1e6 / (us + 4) < 1.35, "4 us for the rows, which were digits already"
+        assert cost.predict(spec, measured) < 1.15 * cost.predict(spec, best)
+
+
 def test_sharing_a_sum_is_for_few_columns():
     for columns, shared in ((768, True), (128256, False)):
         best, *_ = cost.candidates(on_meta(lambda columns=columns: plans.projection(F16, 16, 6400, columns, strided=False)))

@@ -66,6 +66,23 @@ def test_more_rows_than_half_a_tile_share_sums_as_digits(interpreter):
         check(case, interpreter, choice=choice)
 
 
+@pytest.mark.parametrize("rows", [64, 70, 150])
+@pytest.mark.parametrize("name", ["llama_qkv", "gate_up", "projection"])
+def test_any_number_of_rows_goes_in_blocks(interpreter, name, rows):
+    """Blocks that read the same weights run one behind another; the last one may be cut off."""
+    make = {"llama_qkv": lambda: plans.llama_qkv(BF16, 1, rows, cache=rows + 3)}.get(name, lambda: CASES[name][0](BF16, rows))
+    case, choice = quantised(make), replace(INT8_SKINNY, max_rows=None, block_m=64, block_n=64, digits=2)
+    (kernel,) = generate(case.spec, choice)
+    assert digits_beside(case.spec, choice) and (kernel.launches[-1].grid[0] == -(-rows // 64) or rows == 64)
+    check(case, interpreter, choice=choice)
+
+
+@pytest.mark.parametrize("group", [0, 32], ids=lambda group: f"group{group}")
+def test_rows_rounded_to_int8_go_in_blocks(interpreter, group):
+    case = rounded_rows(quantised(lambda: plans.projection(BF16, 45, inner=72, columns=33), group))
+    check(case, interpreter, choice=replace(INT8_SKINNY, max_rows=None))
+
+
 def test_the_error_of_digits_has_a_bound(interpreter):
     """Half a unit an element, just above 2**-16 of its row's largest value, also beside outliers."""
     case = quantised(lambda: plans.projection(F32, 5, inner=72, columns=33))
