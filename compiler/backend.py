@@ -53,8 +53,8 @@ def dsi(
         compiled = keeping_apart(compiled, reference, apart)
     if reference is None or not parsed.check:
         return compiled
-    if parsed.activations:
-        context.report.notes.append("check compares no results: activations='int8' rounds what the uncompiled graph does not")
+    if reason := check.why_not_compared(reference, context):
+        context.report.notes.append(f"check compares no results: {reason}")
         return compiled
     return check.beside(compiled, reference, context)
 

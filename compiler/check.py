@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from dsi.ir.context import Context
 from dsi.ir.errors import DsiInternalError
+from dsi.ir.source import captured_as
 from dsi.ir.tolerances import TOLERANCES, disagreement
 from dsi.passes.writes import may_write
 from torch import fx
@@ -42,7 +43,8 @@ def beside(compiled: Callable[..., Any], reference: fx.GraphModule, context: Con
     def checked(*args: Any) -> Any:
         copies = clone_inputs(args)
         results = compiled(*args)
-        expected = _with_rounded_weights(reference, args, copies, context)
+        rounds = context.dequantised is not None
+        expected = _WithRoundedWeights(reference, args, copies, context).run(*copies) if rounds else reference(*copies)
         for node, value, wanted in zip(placeholders, args, copies, strict=True):
             _compare(f"after the call, the input {node.name}", value, wanted, everything)
         leaves = zip(pytree.tree_leaves(results), pytree.tree_leaves(expected), returned, strict=True)
@@ -53,26 +55,63 @@ def beside(compiled: Callable[..., Any], reference: fx.GraphModule, context: Con
     return checked
 
 
-_LOOKUPS = (F.embedding, torch.ops.aten.embedding.default)
+def why_not_compared(reference: fx.GraphModule, context: Context) -> str:
+    """Why the numbers of `reference` are no measure for the compiled graph's; "" where they are."""
+    if context.options.activations:
+        return "activations='int8' rounds what the uncompiled graph does not"
+    names = Counter(map(captured_as, reference.graph.nodes))
+    if any(not name or names[name] != 1 for name, _ in context.int8_reads):
+        return "it is not known which operators of the uncompiled graph read weights that are int8"
+    return ""
 
 
-def _with_rounded_weights(reference: fx.GraphModule, args: Sequence[Any], copies: list[Any], context: Context) -> Any:
-    """`reference` of `copies`, except that linears read what int8 makes of their weights. A table that an embedding reads is as it was."""
-    rounded = {}
-    if context.dequantised is not None:
-        found = [context.dequantised(value) if isinstance(value, torch.Tensor) else None for value in args]
-        rounded = {id(new): (old, new) for old, new in zip(copies, found, strict=True) if new is not None}
-        copies = [old if new is None else new for old, new in zip(copies, found, strict=True)]
-    if not rounded:
-        return reference(*copies)
+class _WithRoundedWeights(fx.Interpreter):
+    """The uncompiled graph, each linear of which reads what int8 makes of its weight, in the format in which the compiled one does."""
 
-    class Run(fx.Interpreter):
-        def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-            if target in _LOOKUPS:
-                args, kwargs = pytree.tree_map(lambda value: rounded[id(value)][0] if id(value) in rounded else value, (args, kwargs))
-            return super().call_function(target, args, kwargs)
+    def __init__(self, reference: fx.GraphModule, args: Sequence[Any], copies: Sequence[Any], context: Context):
+        """`copies` are what the graph runs on, `args` the tensors of which there are int8 forms."""
+        super().__init__(reference)
+        assert context.dequantised is not None
+        self.dequantised = context.dequantised
+        self.weights = [pair for pair in zip(args, copies, strict=True) if isinstance(pair[0], torch.Tensor)]
+        captured = {captured_as(node): node for node in reference.graph.nodes}
+        placeholders = reference.graph.find_nodes(op="placeholder")
+        given = {_memory(node): value for node, value in zip(placeholders, args, strict=True)}
+        self.forms = {self._reader(captured[name], form, given): form for name, form in context.int8_reads}
+        self.form: Any = None
 
-    return Run(reference).run(*copies)
+    def _reader(self, last: fx.Node, form: Any, given: dict[Any, Any]) -> fx.Node:
+        """The operator that reads a weight which is int8 in `form`: `last`, or one before it where a rule took in what came after."""
+        nodes = [last]
+        for node in nodes:
+            weights = [given.get(_memory(argument)) for argument in node.all_input_nodes]
+            if any(isinstance(weight, torch.Tensor) and self.dequantised(weight, form) is not None for weight in weights):
+                return node
+            nodes += [argument for argument in node.all_input_nodes if argument not in nodes]
+        return last
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.form = self.forms.get(n)
+        return super().run_node(n)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple, dict]:
+        found = super().fetch_args_kwargs_from_env(n)
+        return found if self.form is None else pytree.tree_map(self._rounded, found)
+
+    def _rounded(self, value: Any) -> Any:
+        """`value`; where it is a weight, or a view of one, the same of its rounded numbers."""
+        for weight, copied in self.weights if isinstance(value, torch.Tensor) else ():
+            if value.untyped_storage()._cdata == copied.untyped_storage()._cdata and value.dtype == copied.dtype:
+                whole = self.dequantised(weight, self.form)
+                if whole is not None:
+                    return whole.as_strided(value.shape, value.stride(), value.storage_offset() - copied.storage_offset())
+        return value
+
+
+def _memory(node: fx.Node) -> Any:
+    """What nodes that show the same memory have in common."""
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
 
 def _floats_before(graph: fx.Graph) -> dict[fx.Node, frozenset[torch.dtype]]:

@@ -68,7 +68,8 @@ class Context:
     fake_mode: Any = None  # the tracing fake mode; set before the first ATen-level stage
     fakes: Fakes = field(default_factory=Fakes)
     device: str = "cpu"  # device type that the graph runs on
-    dequantised: Callable[[Any], Any] | None = None  # weight -> what the compiled graph computes with instead, None for the weight itself
+    int8_reads: list[tuple[str, Any]] = field(default_factory=list)  # what reads int8 (ir/source.py: captured_as), its form
+    dequantised: Callable[[Any, Any], Any] | None = None  # (weight, form) -> what its int8 stands for; None: it has none
     artifacts: dict[str, str] = field(default_factory=dict)  # relative path -> text, e.g. "kernels/<name>.py"
     listener: Callable[[str, str], None] | None = None  # told of each artifact as it is made; the dump and torch's trace
 

@@ -37,6 +37,12 @@ def module_path(node: fx.Node) -> str:
     return _ROOT.sub("", path)
 
 
+def captured_as(node: fx.Node) -> str:
+    """What Dynamo called the node of its graph that `node` is, or comes from; "" where it is not known. Its name may have changed since."""
+    stack = node.meta.get("source_fn_stack")
+    return str(stack[-1][0]) if stack else ""
+
+
 def source_frame(node: fx.Node) -> tuple[str, int, str]:
     """(file, line, code) of the model's line that made `node`; ("", 0, "") where it is not known."""
     return _last_frame(node.meta.get("stack_trace") or "")

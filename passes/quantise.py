@@ -21,7 +21,7 @@ from dsi.ir.errors import DsiError, Refusal
 from dsi.ir.options import Options
 from dsi.ir.pull import args_of
 from dsi.ir.quantised_ops import linear_int8
-from dsi.ir.source import module_path, source_line
+from dsi.ir.source import captured_as, module_path, source_line
 from dsi.quantize.formats import ROW, Format, Grouping
 from dsi.quantize.ops import quantize_weight
 from torch import fx
@@ -149,6 +149,7 @@ class _Stage:
             self.context.report.notes.append(f"{self._name(weight)} has a scale a row instead: {error}")
             grouping, group = ROW, 0
         key = (weight, kn, grouping)
+        self.context.int8_reads.append((captured_as(linear), (kn, grouping)))
         if key not in self.packs:
             given: dict[str, Any] = {"kn": True} if kn else {}
             if grouping != ROW:

@@ -179,13 +179,11 @@ class Packed:
         self._last[number] = weakref.ref(weight), pack
         return pack
 
-    def dequantised(self, weight: Tensor) -> Tensor | None:
-        """What this graph computes with instead of `weight`, in its layout and dtype; None where it reads the weight itself."""
-        for known in self._all:
-            pack = known.get(weight)
-            if pack is not None:
+    def dequantised(self, weight: Tensor, form: tuple[bool, Grouping]) -> Tensor | None:
+        """What this graph computes with instead of `weight` in `form` (kn, grouping), in its layout and dtype; None: it does not read that."""
+        for wanted, known in zip(self.wanted, self._all, strict=True):
+            if (wanted.kn, wanted.grouping) == form and (pack := known.get(weight)) is not None:
                 entries, scales = pack.of(weight)
-                group = pack.wanted.grouping.inner_group(*entries.shape, kn=pack.wanted.kn)
-                wide = dequantise(entries, scales, group=group)
-                return (wide.t() if pack.wanted.kn else wide).to(weight.dtype)
+                wide = dequantise(entries, scales, group=wanted.grouping.inner_group(*entries.shape, kn=wanted.kn))
+                return torch.empty_like(weight).copy_(wide.t() if wanted.kn else wide)
         return None

@@ -13,6 +13,7 @@ from dsi.compiler.observe import collecting
 from dsi.ir.context import Context
 from dsi.quantize.formats import Format, Grouping
 from dsi.quantize.int8 import quantise
+from dsi.runtime.packs import Packed
 from rounded import rounded
 from torch import nn
 
@@ -182,9 +183,47 @@ def test_the_check_holds_the_graph_against_the_rounded_weights(monkeypatch):
     model, x = zoo.decoder("llama_tied"), torch.randint(3, zoo.VOCAB, (2, 9))
     compiled(model, input_ids=x, use_cache=False)
     torch._dynamo.reset()
-    monkeypatch.setattr("dsi.runtime.packs.Packed.dequantised", lambda self, weight: None)
+    monkeypatch.setattr("dsi.runtime.packs.Packed.dequantised", lambda self, weight, form: None)
     with pytest.raises(dsi.DsiInternalError, match="is not what the uncompiled graph gives"):
         compiled(model, input_ids=x, use_cache=False)
+
+
+class ReadInSeveralFormats(nn.Module):
+    """One weight: as rows and as columns, with groups of an MLP and without, as a view, in a linear that is skipped, and as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.left = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.two.weight = self.left.weight = self.one.weight
+
+    def forward(self, x):
+        weight = self.one.weight
+        mlp = self.two(F.gelu(self.one(x)))
+        return mlp, F.linear(x, weight), x @ weight, torch.addmm(x[0], x, weight.t()), self.left(x), (weight * 2).sum()
+
+
+@pytest.mark.parametrize("tracer", ["auto", "aot"])
+def test_the_check_knows_in_which_format_each_linear_reads_a_weight(tracer, monkeypatch):
+    options = {"quantize_groups": 64, "mlp_extra_grouping": True, "quantize_skip": ["left"], "tracer": tracer}
+    model, x = ReadInSeveralFormats(), torch.randn(5, 64)
+    _, context = compiled(model, x, options=options)
+    assert len(context.report.quantised) == 3 and len(context.report.kept) == 1
+    torch._dynamo.reset()
+    right = Packed.dequantised
+    monkeypatch.setattr(Packed, "dequantised", lambda self, weight, form: right(self, weight, (False, Grouping("flat", 64))))
+    with pytest.raises(dsi.DsiInternalError, match="output 0 is not what"):
+        compiled(model, x, options=options)
+
+
+def test_results_are_not_compared_where_nobody_knows_what_reads_int8():
+    def without_names(gm, inputs):
+        for node in gm.graph.nodes:
+            node.meta.pop("source_fn_stack", None)
+        return backend(gm, inputs, options={"dtype": "int8", "executor": "reference", "check": True})
+
+    with collecting() as contexts, torch.no_grad():
+        torch.compile(Mlp(), backend=without_names)(torch.randn(5, 64))
+    assert any("check compares no results: it is not known which operators" in note for note in contexts[0].report.notes)
 
 
 def test_options_that_contradict_each_other_are_refused():
