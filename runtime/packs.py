@@ -180,7 +180,7 @@ class Packed:
         return pack
 
     def dequantised(self, weight: Tensor, form: tuple[bool, Grouping]) -> Tensor | None:
-        """What this graph computes with instead of `weight` in `form` (kn, grouping), in its layout and dtype; None: it does not read that."""
+        """What stands in for `weight` in this graph where it reads it in `form` (kn, grouping), in its layout and dtype; else None."""
         for wanted, known in zip(self.wanted, self._all, strict=True):
             if (wanted.kn, wanted.grouping) == form and (pack := known.get(weight)) is not None:
                 entries, scales = pack.of(weight)
