@@ -1,10 +1,11 @@
-"""ATen's activations that ir/pointwise.py has no name for, at one point: spelled out in the operations that it has.
+"""ATen's activations and functions that ir/pointwise.py has no name for, at one point: spelled out in the operations that it has.
 
 Where torch takes care of small values (log1p, expm1) the spelling does: rounding of 1 + u is divided out again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from .views import argument
 
 aten = torch.ops.aten
 F32 = torch.float32
+_POWER_ALONE = 20.0  # from here on exp(x) - 1 is exact but for rounding
+_SUM_ALONE = 1e10  # from here on 1 + u is u in fp32
 _MISH_LINEAR = 20.0  # from here on mish(x) is x in fp32, and exp(x)² does not overflow before
 
 
@@ -43,6 +46,16 @@ def expm1(x: Expr) -> Op:
     less = _op("sub", power, 1.0)
     exact = _op("div", _op("mul", less, x), _op("log", power))
     return _where("eq", power, 1.0, x, _where("eq", less, -1.0, -1.0, exact))
+
+
+def expm1_anywhere(x: Expr) -> Op:
+    """exp(x) - 1."""
+    return _where("gt", x, _POWER_ALONE, _op("sub", _op("exp", x), 1.0), expm1(_op("minimum", x, _POWER_ALONE)))
+
+
+def log1p_anywhere(u: Expr) -> Op:
+    """log(1 + u), of an infinite u too."""
+    return _where("gt", u, _SUM_ALONE, _op("log", u), log1p(u))
 
 
 def softplus(x: Expr, beta: float = 1.0, threshold: float = 20.0) -> Op:
@@ -79,6 +92,11 @@ _SPELLED: dict[Any, Callable[..., Op]] = {
     aten.hardtanh.default: lambda x, low=-1.0, high=1.0: clamp(x, low, high),
     aten.hardsigmoid.default: lambda x: _op("div", clamp(_op("add", x, 3.0), 0.0, 6.0), 6.0),
     aten.hardswish.default: lambda x: _op("div", _op("mul", x, clamp(_op("add", x, 3.0), 0.0, 6.0)), 6.0),
+    aten.expm1.default: expm1_anywhere,
+    aten.log1p.default: log1p_anywhere,
+    aten.exp2.default: lambda x: _op("pow", 2.0, x),
+    aten.log2.default: lambda x: _op("mul", _op("log", x), 1 / math.log(2)),
+    aten.log10.default: lambda x: _op("mul", _op("log", x), 1 / math.log(10)),
     aten.threshold.default: lambda x, threshold, value: _where("le", x, threshold, value, x),
 }
 
