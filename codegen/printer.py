@@ -44,7 +44,13 @@ class Printer(IndexPrinter):
 
     def value(self, expr: t.Expr, point: Point = (), guard: Guard = (), name: bool = False) -> Text:
         """Source of `expr` at a point of the tile; `guard` holds conditions, at the tile's own points, outside of which loads may lie out
-        of bounds."""
+        of bounds. `name`: as a variable, which a float that is one number throughout is, too: Triton broadcasts and sums tensors only."""
+        text = self._value(expr, point, guard, name)
+        if name and text.number is not None and is_float(expr.dtype):
+            return self.statement(f"tl.cast({text.code}, tl.float32)", frozenset(), "v")
+        return text
+
+    def _value(self, expr: t.Expr, point: Point = (), guard: Guard = (), name: bool = False) -> Text:
         if guard and not self.exposed(expr, point):
             guard = ()
         key = (self.interner.number(expr), point, guard)
@@ -56,7 +62,7 @@ class Printer(IndexPrinter):
             symbols |= condition.free_symbols
         outer = None if isinstance(expr, t.Const) else self._outer(symbols)
         if outer is not None:
-            text = outer.value(expr, point, guard, name=True)
+            text = outer._value(expr, point, guard, name=True)
         else:
             text = self._make(expr, point, guard)
             often = self.uses[key[0]] > 1 and isinstance(expr, (t.Op, t.Index, t.Test))

@@ -74,7 +74,7 @@ def row_statistics(
             # A load is 0 beyond the last element only where it runs along the axis: not where it repeats one value.
             if mask and (always or not isinstance(reduction.body, t.Load) or axis not in value.axes):
                 return f"tl.where({mask}, {value.code}, 0.0)"
-            return value.code if axis in value.axes else f"tl.broadcast_to({value.code}, {shape})"
+            return value.code if axis in value.axes or value.number is not None else f"tl.broadcast_to({value.code}, {shape})"
 
         def centred(printer: Printer, value: Text, mean: str = mean) -> Text:
             lowered = mean if kernel.single else f"{mean}[:, None]"

@@ -17,7 +17,7 @@ from .plan_linear import plan_linear
 from .plan_row import plan_row
 from .pull import fail
 from .semantics import LINEARS, aten, dsi
-from .tile import AttentionPlan, Expr, Index, LinearPlan, Load, Plan, Reduction, Statistic, Store, Window
+from .tile import Load, Plan, Store
 
 __all__ = ["bind_sizes", "evaluate_plan", "kernel_spec", "kind_of", "plan_region", "region_key"]
 
@@ -57,26 +57,12 @@ def plan_region(body: fx.GraphModule, kind: str | None = None) -> Plan:
     except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         # A case that the planner did not think of: the region is not made, and the report says what went wrong.
         raise fail(output, f"it is not planned: {type(error).__name__}: {error}") from error
-    _tiles_are_read(body, plan)
     _caches_are_only_written(body, plan)
     missing = unbound_sizes(body, plan)
     if missing:
         names = ", ".join(sorted(map(str, missing)))
         raise fail(output, f"the size {names} can be read off no input of the region: it must be passed as a SymInt")
     return plan
-
-
-def _tiles_are_read(body: fx.GraphModule, plan: Plan) -> None:
-    """What is contracted or summed is a tile of values that differ; a number throughout has none."""
-    operands: list[Expr] = [part.body for part in within(plan) if isinstance(part, Reduction)]
-    if isinstance(plan, LinearPlan):
-        operands.append(plan.x)
-    elif isinstance(plan, AttentionPlan):
-        operands += [plan.q, plan.k, plan.v]
-    if all(any(isinstance(part, Load | Index | Statistic | Window) for part in within(operand)) for operand in operands):
-        return
-    node = next(node for node in body.graph.nodes if node.op == "call_function")
-    raise fail(node, f"something that the region of {node.name} contracts or sums is one number throughout, which a kernel has no tile of")
 
 
 def _caches_are_only_written(body: fx.GraphModule, plan: Plan) -> None:

@@ -371,20 +371,7 @@ def test_a_refusal_names_the_models_source_line() -> None:
     assert caught.value.refusal.where == "model.py:12"
 
 
-# -------------------------------------------------------------------------------------------------- what is one number throughout
-
-
-@pytest.mark.parametrize(
-    "function, inputs",
-    [
-        (lambda x, w: dsi.linear(torch.zeros_like(x), w), [R(3, 4), R(6, 4)]),
-        (lambda x, w: dsi.linear(torch.zeros_like(x) + 1, w), [R(3, 4), R(6, 4)]),
-        (lambda x, w: dsi.layer_norm(torch.ones_like(x), w, None, eps=1e-5) + x, [R(3, 4), R(4)]),
-        (lambda q, k: dsi.attention(q, torch.zeros_like(k), k, None, None, scale=1.0), [R(1, 2, 3, 4), R(1, 2, 5, 4)]),
-    ],
-)
-def test_tiles_of_one_number(function: Callable[..., Any], inputs: list[torch.Tensor]) -> None:
-    assert "one number throughout" in refusal(function, *inputs)
+# ------------------------------------------------------------------------------------------------------------ what went unforeseen
 
 
 def test_what_the_planner_did_not_think_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
