@@ -9,10 +9,11 @@ makes equal layers equal regions:
    others.
 3. *Rows.* What is left and can be planned becomes regions without an anchor, as large as can be.
 
-Two decisions that the region rules leave open. An embedding takes no norm, though its rows are whole: the norm belongs to the prologue of
+Three decisions that the region rules leave open. An embedding takes no norm, though its rows are whole: the norm belongs to the prologue of
 the layer that reads it, as in every other layer, so that the first layer runs the kernels of all others. And a prologue takes no value that
 its region would compute more often than once an element, but for the rows of a linear (recomputed by every column program, rule 5) and
-integers that index: rotation tables and masks, which all layers share, stay rows.
+integers that index: rotation tables and masks, which all layers share, stay rows. But a mask of positions that one attention alone reads is
+computed there (masks.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .candidate import Candidate, Planner, input_views, make_candidate, outputs_
 from .convexity import Partition, Piece
 from .dataflow import ANCHOR_KINDS, Flow, is_factory, is_tensor
 from .grouping import is_main_input
+from .masks import mask_of_positions
 
 _PLANS = {"linear": LinearPlan, "attention": AttentionPlan, "embedding": RowPlan, "row": RowPlan}
 _LOOKAHEAD = 8
@@ -148,6 +150,9 @@ class Grower:
                 for piece in pieces:
                     if not self._writes_into(piece, node):
                         self.attempt(piece, [node], provide=False)
+                continue
+            mask = mask_of_positions(self.flow, self.partition, node, pieces[0]) if len(pieces) == 1 and not others else []
+            if mask and self.attempt(pieces[0], mask) is None:
                 continue
             able = [p for p in pieces if self._may_precede(node, p)]
             if len(pieces) > 1 or others:

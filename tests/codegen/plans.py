@@ -253,6 +253,12 @@ def attention(
             values_t[0, 0, 0] = False  # a row that sees nothing
         m = case.input("mask", (b, 1, s, n), dtype=torch.bool, values=values_t)
         mask_e, mask_t = case.load(m, B, 0, S, J), case.inputs[m]
+    elif mask == "positions":  # what a query of its entry has before it, computed from where it is
+        at = case.input("positions", (b, s), dtype=torch.int64, values=torch.randint(0, keys, (batch, queries), generator=case.generator))
+        mask_e, mask_t = (
+            op("le", t.Index(J), case.load(at, B, S), dtype=torch.bool),
+            torch.arange(keys) <= case.inputs[at][:, None, :, None],
+        )
     elif mask == "additive":
         values_t = torch.where(torch.rand(1, 1, queries, keys, generator=case.generator) < 0.6, 0.0, float("-inf"))
         values_t[0, 0, -1] = torch.finfo(dtype).min  # masked by a finite number: uniform weights, not none

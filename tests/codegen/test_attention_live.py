@@ -211,6 +211,29 @@ def test_what_comes_before_the_wait(interpreter):
     check(case, interpreter, kernel)
 
 
+@pytest.mark.parametrize("live", ["", *LIVE])
+def test_a_mask_that_is_computed_hides_as_one_that_is_loaded(interpreter, live):
+    """Keys up to a position, compared where scores are made and where live keys are looked for."""
+    case = plans.attention(F16, BATCH, 4, 2, 1, KEYS, 64, mask="positions", seed=3)
+    check(case, interpreter, choice=replace(DECODE, block_m=2, live=live, early=live == "seen"))
+    case = plans.attention(F32, BATCH, 4, 2, 3, KEYS, 24, mask="positions", symbolic=True)
+    check(case, interpreter, choice=replace(SEVERAL, block_m=16, live=live))
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_what_is_asked_for_before_the_wait_is_what_a_computed_mask_shows(interpreter, written):
+    """If nothing in the graph writes the position; else it may be read behind the wait only, and nothing is asked for."""
+    case = plans.attention(F16, 2, 2, 2, 1, 64, 64, mask="positions")
+    position = next(number for number, tensor in enumerate(case.spec.inputs) if tensor.name == "positions")
+    spec = replace(case.spec, constants=frozenset() if written else frozenset((position,)))
+    (kernel,) = generate(spec, replace(DECODE, block_m=1, split=4, prefetch=128, overlaps=True, hint=True), H200)
+    before = kernel.source.split("gdc_wait()\n", 1)[0]
+    loads = [line for line in before.splitlines() if "tl.load" in line]
+    assert [line.count("tl.load(positions_ptr") for line in loads] == ([] if written else [1])
+    assert ("j_ahead_in = j_ahead_in & " in before) == (not written) and before.count("prefetch.global.L2 [$1]") == (0 if written else 2)
+    check(case, interpreter, kernel)
+
+
 @pytest.mark.parametrize("mask", [added(prefix((20, 50))), torch.rand(1, 4, 1, KEYS, generator=GENERATOR) < 0.5], ids=["added", "heads"])
 def test_a_mask_that_is_no_hint(mask):
     """One that is added, or that heads of a group have each their own: all keys are asked for."""
