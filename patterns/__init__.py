@@ -7,7 +7,8 @@ The semantics of matching. Each has a negative test in `tests/patterns/test_sema
 3. *Effects.* A match spans, in program order, no mutation and no all-reduce that the rule does not contain.
 4. *Literals.* A literal of the pattern is a constant, which must be equal (numbers by value, bools apart from numbers, dimensions counted
 from either
-   end), or a parameter, which is bound and can be checked. Nothing is a wildcard. A parameter that occurs twice is twice the same.
+   end), or a parameter, which is bound and can be checked. Nothing is a wildcard. A parameter that occurs twice is twice the same:
+   one node, or two of ATen's or dsi's operators that compute the same of the same, with no effect between them.
 5. *Arguments.* Arguments are compared by schema, defaults filled in, however they are spelled. One of which the pattern says nothing must
 have its
    default (`alpha=2` refuses).

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .effects import has_effect
 from .vocabulary import DIMENSION_ARGUMENTS, Target, parameters
 
 aten = torch.ops.aten
@@ -19,7 +20,9 @@ aten = torch.ops.aten
 _TAKES_NUMBERS = frozenset(
     {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.where.self, aten.masked_fill.Tensor},
 )
+_COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 _FILLED = {aten.scalar_tensor.default: 0, aten.full.default: 1}
+_UNREPEATABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def constant(node: fx.Node) -> Any:
@@ -62,6 +65,42 @@ class Arguments:
         named = _canonical(node)
         self._memo[node] = (node.args, node.kwargs, named)
         return named
+
+    def equal(self, a: Any, b: Any, depth: int = 4) -> bool:
+        """Whether two arguments are one value: equal literals, a node and itself, or two nodes that compute the same of the same.
+
+        A mask that a layer makes twice (`mask == 0` before the softmax and behind it) is one mask. `depth`: operators looked through."""
+        if equal_literals(a, b):
+            return True
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            return len(a) == len(b) and all(self.equal(x, y, depth) for x, y in zip(a, b, strict=True))
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node) and depth and a.op == b.op == "call_function" and a.target == b.target):
+            return False
+        if not _repeatable(a.target) or _written_between(a, b):
+            return False
+        ours, theirs = self.of(a), self.of(b)
+        known = a.target in _COMPARISONS  # of a constant without dimensions, by its number
+        return all(self.equal(*((_number(x) for x in (v, theirs[k])) if known else (v, theirs[k])), depth - 1) for k, v in ours.items())
+
+
+def _repeatable(target: Any) -> bool:
+    """Whether two calls of `target` on equal arguments give equal values; of others' operators nothing is known."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims", "dsi"):
+        return False
+    return not target._schema.is_mutable and not _UNREPEATABLE & set(target.tags)
+
+
+def _written_between(a: fx.Node, b: fx.Node) -> bool:
+    """Whether anything has an effect between two nodes of a graph."""
+    node, last = (a, b) if a < b else (b, a)
+    while (node := node.next) is not last:
+        if has_effect(node.target):
+            return True
+    return False
+
+
+def _number(value: Any) -> Any:
+    return constant(value) if isinstance(value, fx.Node) else value
 
 
 def _canonical(node: fx.Node) -> dict[str, Any]:
@@ -135,3 +174,18 @@ def canonical_literal(node: fx.Node, named: dict[str, Any], name: str, literal: 
         _slice_bounds(bounds)
         return bounds[name]
     return literal
+
+
+def equal_literals(a: Any, b: Any) -> bool:
+    """Whether two literals are the same argument: numbers by value, bools apart from numbers, lists element by element."""
+    if a is b:
+        return True
+    if isinstance(a, fx.Node) or isinstance(b, fx.Node):
+        return False
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(equal_literals(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, bool) or isinstance(b, bool):
+        return isinstance(a, bool) and isinstance(b, bool) and a == b
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return a == b
+    return type(a) is type(b) and a == b

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .arguments import Arguments, canonical_literal
+from .arguments import Arguments, canonical_literal, equal_literals
 from .pattern import Call, Either, Value, Var
 from .rule import Compiled
 from .vocabulary import Target, parameters
@@ -119,7 +119,7 @@ class Matcher:
             state.env[name] = actual
             yield
             del state.env[name]
-        elif state.env[name] is actual or equal_literals(state.env[name], actual):
+        elif self.arguments.equal(state.env[name], actual):
             yield
         else:
             self._fail(state, lambda: f"{name} is {_show(state.env[name])} elsewhere and {_show(actual)} here")
@@ -202,21 +202,6 @@ class Matcher:
         depth = len(state.nodes)
         if depth > self.failure.depth:
             self.failure.note(depth, node if isinstance(node, fx.Node) else (state.nodes[-1] if state.nodes else None), reason())
-
-
-def equal_literals(a: Any, b: Any) -> bool:
-    """Whether two literals are the same argument: numbers by value, bools apart from numbers, lists element by element."""
-    if a is b:
-        return True
-    if isinstance(a, fx.Node) or isinstance(b, fx.Node):
-        return False
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(equal_literals(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, bool) or isinstance(b, bool):
-        return isinstance(a, bool) and isinstance(b, bool) and a == b
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return a == b
-    return type(a) is type(b) and a == b
 
 
 def _has_value(pattern: Any) -> bool:

@@ -240,6 +240,34 @@ def test_a_parameter_that_occurs_twice_is_one_node():
     assert "elsewhere" in context.report.misses["twice"].reason
 
 
+@pytest.mark.parametrize(
+    ("fn", "hits"),
+    [
+        (lambda x: (x == 0).float() * (x == 0).float().tanh(), 1),
+        (lambda x: (x == 0).float() * (x == 1).float().tanh(), 0),
+        (lambda x: (x == 0).float() * (x.sin() == 0).float().tanh(), 0),
+    ],
+)
+def test_a_parameter_that_occurs_twice_may_be_computed_twice(fn, hits):
+    assert rewritten(Twice, fn, X)[2] == hits
+
+
+def test_two_random_values_are_not_one():
+    gm, context = aten_graphs.traced(lambda x: torch.rand_like(x) * torch.rand_like(x).tanh(), X)
+    assert not apply_rules(gm, (Twice,), context)
+
+
+def test_what_is_written_between_is_another_value():
+    graph = fx.Graph()
+    x, other = graph.placeholder("x"), graph.placeholder("other")
+    before = graph.call_function(aten.sin.default, (x,))
+    graph.call_function(aten.copy_.default, (x, other))
+    after = graph.call_function(aten.sin.default, (x,))
+    graph.output(graph.call_function(aten.mul.Tensor, (before, graph.call_function(aten.tanh.default, (after,)))))
+    gm, context = faked(graph, X, X.clone())
+    assert not apply_rules(gm, (Twice,), context)
+
+
 # ---------------------------------------------------------------------------------------------------------------- 5. arguments
 
 
