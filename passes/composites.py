@@ -2,7 +2,7 @@
 
     torch._transformer_encoder_layer_fwd(x, …)      -> layer_norm, linear, scaled_dot_product_attention, add, …
     torch._native_multi_head_attention(x, x, x, …)  -> linear, scaled_dot_product_attention, linear
-    F.multi_head_attention_forward(q, k, v, …)      -> the same
+    F.multi_head_attention_forward(q, k, v, …)      -> the same, with the further keys that it may have
 
 `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call them; no graph below Dynamo's shows what is inside, or not on every device.
 For the first two a mask hides where it is not zero, whatever its dtype, as in torch's kernels; the third adds a float mask.
@@ -73,7 +73,7 @@ def _why_not(node: fx.Node, given: dict[str, Any]) -> str | None:
     """Why the call cannot be taken apart; None if it can."""
     x = given.get("src", given.get("query"))
     value = x.meta.get("example_value") if isinstance(x, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or value.is_nested or value.dim() != 3:
+    if not isinstance(value, torch.Tensor) or value.is_nested or value.dim() not in ((2, 3) if "add_zero_attn" in given else (3,)):
         return "its input is no plain tensor of three dimensions"
     for name in ("embed_dim", "num_heads", "num_head", "embed_dim_to_check"):
         if name in given and not isinstance(given[name], int):
@@ -84,9 +84,11 @@ def _why_not(node: fx.Node, given: dict[str, Any]) -> str | None:
         return None
     if "in_proj_weight" not in given and (given["key"] is not given["query"] or given["value"] is not given["query"]):
         return "query, key and value differ"
-    for name in ("bias_k", "bias_v", "add_zero_attn", "use_separate_proj_weight", "static_k", "static_v", "training"):
+    for name in ("static_k", "static_v", "training"):
         if given.get(name) not in (None, False):
             return f"{name} is given"
+    if given.get("add_zero_attn") not in (None, True, False) or any(size == 0 for size in given["key"].meta["example_value"].shape):
+        return "its keys are none, or it depends on the graph which they are"
     if any(user.target is not operator.getitem for user in node.users):
         return "its two results are read as one"
     if not isinstance(given["need_weights"], bool) or any(user.args[1] != 0 and user.users for user in node.users):
@@ -109,22 +111,17 @@ def _attention(x: Any, heads: int, given: dict[str, Any]) -> Any:
 
 
 def _forward(given: dict[str, Any]) -> Any:
-    """F.multi_head_attention_forward of query [L, N, E], key and value [S, N, E], without weights among its results."""
-    width, heads, query, key, value = (given[n] for n in ("embed_dim_to_check", "num_heads", "query", "key", "value"))
-    weight, bias = given["in_proj_weight"], given["in_proj_bias"]
+    """F.multi_head_attention_forward of query [L, N, E], key and value [S, N, E], or without N, without weights among its results."""
+    if given["batched"]:
+        return _batched(given)
+    padding = given["key_padding_mask"]
+    more = {name: given[name].unsqueeze(1) for name in ("query", "key", "value")}
+    return _batched({**given, **more, "key_padding_mask": None if padding is None else padding.unsqueeze(0)}).squeeze(1)
 
-    def project(x: Any, first: int, count: int) -> list[Any]:
-        part = slice(first * width, (first + count) * width)
-        whole = count == 3
-        y = F.linear(x, weight if whole else weight[part], bias if whole or bias is None else bias[part])
-        y = y.unflatten(-1, (count, heads, width // heads))  # [L, N, count, H, D]
-        return [y.select(2, i).permute(1, 2, 0, 3) for i in range(count)]
 
-    if given["same"] == "all":
-        q, k, v = project(query, 0, 3)
-    else:
-        (q,) = project(query, 0, 1)
-        k, v = project(key, 1, 2) if given["same"] == "key and value" else (project(key, 1, 1)[0], project(value, 2, 1)[0])
+def _batched(given: dict[str, Any]) -> Any:
+    heads = given["num_heads"]
+    q, k, v = _projected(given)
     padding, mask, causal = given["key_padding_mask"], given["attn_mask"], bool(given["is_causal"])
     if causal and padding is None and not given["need_weights"]:
         mask = None  # it is only a hint of what is_causal says
@@ -137,8 +134,47 @@ def _forward(given: dict[str, Any]) -> Any:
         mask = _added(mask, given, "attn_mask")
         terms.append(mask.unflatten(0, (-1, heads)) if given["rank"] == 3 else mask)
     added = terms[0] + terms[1] if len(terms) == 2 else terms[0] if terms else None
+    for of_keys, of_values in _further(given, k, v):
+        k, v = torch.cat([k, of_keys], 2), torch.cat([v, of_values], 2)
+        if added is not None:  # it hides none of them
+            added = torch.cat([added, torch.zeros_like(added[..., :1])], -1)
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=added, is_causal=causal)
     return F.linear(attended.permute(2, 0, 1, 3).flatten(-2), given["out_proj_weight"], given["out_proj_bias"])
+
+
+def _projected(given: dict[str, Any]) -> list[Any]:
+    """q [N, H, L, D], k and v [N, H, S, D], by one linear where they are made of one input by one weight."""
+    width, heads = given["embed_dim_to_check"], given["num_heads"]
+    weight, bias, inputs = given["in_proj_weight"], given["in_proj_bias"], [given[name] for name in ("query", "key", "value")]
+
+    def project(x: Any, first: int, count: int) -> list[Any]:
+        part = slice(first * width, (first + count) * width)
+        whole = count == 3
+        if given["use_separate_proj_weight"]:
+            own = given["qkv"[first] + "_proj_weight"]
+        else:
+            own = weight if whole else weight[part]
+        y = F.linear(x, own, bias if whole or bias is None else bias[part])
+        y = y.unflatten(-1, (count, heads, width // heads))  # [L, N, count, H, D]
+        return [y.select(2, i).permute(1, 2, 0, 3) for i in range(count)]
+
+    if given["use_separate_proj_weight"] or given["same"] == "none":
+        return [project(x, i, 1)[0] for i, x in enumerate(inputs)]
+    if given["same"] == "all":
+        return project(inputs[0], 0, 3)
+    return project(inputs[0], 0, 1) + project(inputs[1], 1, 2)
+
+
+def _further(given: dict[str, Any], k: Any, v: Any) -> list[tuple[Any, Any]]:
+    """Keys and values [N, H, 1, D] behind those of the sequence: one that is learned, and one of zeros."""
+    further = []
+    if given["bias_k"] is not None:
+        size = given["embed_dim_to_check"] // given["num_heads"]
+        learned = (given[name].view(1, given["num_heads"], 1, size) for name in ("bias_k", "bias_v"))
+        further.append(tuple(x.expand_as(like[:, :, :1]) for x, like in zip(learned, (k, v), strict=True)))
+    if given["add_zero_attn"]:
+        further.append((torch.zeros_like(k[:, :, :1]), torch.zeros_like(v[:, :, :1])))
+    return further
 
 
 def _added(mask: Any, given: dict[str, Any], name: str) -> Any:
@@ -156,6 +192,7 @@ def _facts(given: dict[str, Any]) -> dict[str, Any]:
     for name in ("key_padding_mask", "attn_mask"):
         mask = given[name]
         facts[f"{name} is bool"] = mask is not None and mask.meta["example_value"].dtype == torch.bool
+    facts["batched"] = query.meta["example_value"].dim() == 3
     facts["rank"] = 0 if given["attn_mask"] is None else given["attn_mask"].meta["example_value"].dim()
     return facts
 

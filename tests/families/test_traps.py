@@ -416,6 +416,15 @@ def test_multi_head_attention(case: str, batch_first: bool):
         assert report.hits["lift.multi_head_attention"] == report.hits["lift.attention"] == 1 and not report.unfused
 
 
+@pytest.mark.parametrize("case", ["plain", "padding", "mask", "mask a head", "both", "causal"])
+def test_multi_head_attention_with_further_keys(case: str):
+    """A key that is learned, and one of zeros, which no mask hides."""
+    module, x = nn.MultiheadAttention(16, 4, add_bias_kv=True, add_zero_attn=True).eval(), randn(5, 2, 16)
+    for weights in (False, True):
+        _, report = ran(lambda x: module(x, x, x, need_weights=weights, **MULTI_HEAD[case])[0], x)  # noqa: B023
+        assert report.hits["lift.multi_head_attention"] == report.hits["lift.attention"] == 1
+
+
 def test_multi_head_cross_attention():
     module = nn.MultiheadAttention(16, 4, batch_first=True, bias=False).eval()
     x, y, z = randn(2, 5, 16), randn(2, 7, 16), randn(2, 7, 16)
@@ -424,6 +433,13 @@ def test_multi_head_cross_attention():
         assert report.hits["lift.attention"] == 1
     _, report = ran(lambda x, y: module(x, y, y)[0], x, y)  # the weights are made, and not read
     assert report.hits["lift.attention"] == 1
+    module = nn.MultiheadAttention(16, 4, batch_first=True, kdim=12, vdim=20).eval()  # a weight each
+    _, report = ran(lambda x, y, z: module(x, y, z, need_weights=False)[0], x, randn(2, 7, 12), randn(2, 7, 20))
+    assert report.hits["lift.attention"] == 1
+    module = nn.MultiheadAttention(16, 4).eval()
+    _, report = ran(lambda x, y: module(x, y, y)[0], randn(5, 16), randn(7, 16))  # no batch
+    assert report.hits["lift.attention"] == 1
+    module = nn.MultiheadAttention(16, 4, batch_first=True).eval()
     _, report = ran(lambda x, y: module(x, y, y), x, y)  # with the weights, which no attention kernel has
     assert report.hits["lift.attention"] == 0
 
