@@ -28,7 +28,7 @@ from .candidate import Candidate, Planner, input_views, make_candidate, outputs_
 from .convexity import Partition, Piece
 from .dataflow import ANCHOR_KINDS, Flow, is_factory, is_tensor
 from .grouping import is_main_input
-from .masks import mask_of_positions
+from .masks import hides_by_position, mask_alone
 
 _PLANS = {"linear": LinearPlan, "attention": AttentionPlan, "embedding": RowPlan, "row": RowPlan}
 _LOOKAHEAD = 8
@@ -151,8 +151,7 @@ class Grower:
                     if not self._writes_into(piece, node):
                         self.attempt(piece, [node], provide=False)
                 continue
-            mask = mask_of_positions(self.flow, self.partition, node, pieces[0]) if len(pieces) == 1 and not others else []
-            if mask and self.attempt(pieces[0], mask) is None:
+            if len(pieces) == 1 and not others and self._mask_within(node, pieces[0]):
                 continue
             able = [p for p in pieces if self._may_precede(node, p)]
             if len(pieces) > 1 or others:
@@ -164,6 +163,19 @@ class Grower:
                 if refusal is None:
                     break
                 self.flow.refuse(node, refusal)
+
+    def _mask_within(self, node: fx.Node, piece: Piece) -> bool:
+        """Compute a mask of positions, of which `node` is the last operator, in the attention that alone reads it."""
+        nodes, factories = mask_alone(self.flow, self.partition, node, piece)
+        if not nodes:
+            return False
+        with self.partition.trying(piece, factories, provide=False) as made, self.partition.trying(piece, nodes) as trial:
+            if self.partition.convex(piece) and self.legal(piece) is None and hides_by_position(piece.plan):
+                made.keep()
+                trial.keep()
+        if not trial.kept:
+            self.legal(piece)  # as it was
+        return trial.kept
 
     def _recompute(self, wanted: dict[Piece, list[fx.Node]]) -> bool:
         """Compute in each piece what is wanted there, in all or in none."""

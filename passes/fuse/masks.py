@@ -6,9 +6,9 @@ costs a launch, and attention reads what it has written. A mask that several att
 
 from __future__ import annotations
 
-import sympy
 import torch
 from dsi.ir import ops
+from dsi.ir import tile as t
 from dsi.ir.views import argument
 from torch import fx
 
@@ -18,32 +18,31 @@ from .dataflow import ANCHOR_KINDS, Flow, is_factory, is_tensor
 MOST = 8  # operators of such a mask
 
 
-def mask_of_positions(flow: Flow, partition: Partition, node: fx.Node, piece: Piece) -> list[fx.Node]:
-    """What computes the bool mask `node` that the attention of `piece` alone reads, in graph order; [] where it is no such mask, or where
-    it reads more than a value for each of its rows."""
+def mask_alone(flow: Flow, partition: Partition, node: fx.Node, piece: Piece) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What computes the bool mask `node` of the attention of `piece`, and nothing else, in graph order, and the factories that this reads;
+    ([], []) where it is no such mask."""
     readers = list(flow.uses(node))
     if piece.kind != "attention" or len(readers) != 1 or not is_tensor(node) or node.meta["val"].dtype != torch.bool:
-        return []
+        return [], []
     reader, shown = readers[0]
     if reader.target is not ops.attention or argument(reader, 3, "mask") is not shown:
-        return []
-    found, stack = {node}, [node]
+        return [], []
+    found, factories, stack = {node}, dict[fx.Node, None](), [node]
     while stack:
         for dep in flow.deps[stack.pop()]:
-            if dep in found or not is_tensor(dep) or is_factory(dep):
+            if dep in found or not is_tensor(dep) or not flow.fusable(dep):
                 continue
-            inside = flow.fusable(dep) and partition.free(dep) and dep.target not in ANCHOR_KINDS
-            if inside and all(user in found for user, _ in flow.uses(dep)):
+            if is_factory(dep):
+                factories[dep] = None
+            elif partition.free(dep) and dep.target not in ANCHOR_KINDS and all(user in found for user, _ in flow.uses(dep)):
                 found.add(dep)
                 stack.append(dep)
-            elif not _a_value_a_row(flow, dep, node):
-                return []
-    return sorted(found, key=flow.position.__getitem__) if len(found) <= MOST else []
+    return (sorted(found, key=flow.position.__getitem__), list(factories)) if len(found) <= MOST else ([], [])
 
 
-def _a_value_a_row(flow: Flow, dep: fx.Node, mask: fx.Node) -> bool:
-    """Whether `dep` surely has no more elements than the mask has rows of keys."""
-    keys = mask.meta["val"].shape[-1] if mask.meta["val"].dim() else 1
-    keys = sympy.Integer(keys) if isinstance(keys, int) else keys.node.expr
-    ratio = sympy.cancel(flow.numel(dep) * keys / flow.numel(mask))
-    return flow.numel(dep) == 1 or bool(ratio.is_number and ratio <= 1)
+def hides_by_position(plan: t.Plan | None) -> bool:
+    """Whether the mask of an attention's plan reads nothing that differs from key to key."""
+    if not isinstance(plan, t.AttentionPlan) or plan.mask is None:
+        return False
+    coords = [coord for part in t.parts_of(plan.mask) if isinstance(part, t.Load) for coord in part.coords]
+    return not any(isinstance(coord, t.Expr) or t.J in coord.free_symbols for coord in coords)
