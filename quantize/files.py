@@ -19,9 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from . import checksums
 from .conv1d import is_conv1d
-from .header import Header, Linear, Table
-from .modules import QuantisedEmbedding, QuantisedLinear
+from .header import UNCHECKED, Header, Linear, Table
+from .modules import QuantisedEmbedding, QuantisedLinear, refuse_save_pretrained
 
 _CODES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL", torch.uint8: "U8"},
@@ -34,7 +35,7 @@ _KEY = "dsi"  # one entry, as the order of several is not kept
 def save_quantised(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write `model`, in which `quantise_model` has put int8 weights, to the file `path`.
 
-    The file appears whole or not at all. Equal models give equal bytes.
+    The file appears whole or not at all, with a checksum of each tensor. Equal models give equal bytes.
     """
     modules = dict(model.named_modules())
     names = {module: name for name, module in reversed(modules.items())}
@@ -54,8 +55,9 @@ def save_quantised(model: nn.Module, path: str | os.PathLike[str]) -> None:
         linears={name: Linear.of(m) for name, m in modules.items() if isinstance(m, QuantisedLinear)},
         tables={name: Table.of(m, names[m.head]) for name, m in modules.items() if isinstance(m, QuantisedEmbedding)},
         aliases=aliases,
+        checksums=checksums.of_tensors(tensors),
     )
-    text = json.dumps(header.model_dump(by_alias=True), sort_keys=True)
+    text = json.dumps(header.written(), sort_keys=True)
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -75,9 +77,10 @@ def load_quantised(
 
     `model`: the structure that was quantised, or a function that makes it, which is called on the meta device: no floating-point weight is
     ever made. The int8 modules take their places as `quantise_model` would put them; nothing is rounded again. A module given is changed in
-    place, once everything has been found to fit.
+    place, once everything has been found to fit and to be what was written.
 
-    Raises `DsiError` for a file that is none of these, of another version of the format, or of another model.
+    Raises `DsiError` for a file that is none of these, of another version of the format, of another model, or with numbers that are not
+    those that were written.
     """
     header = _header(path)
     if not isinstance(model, nn.Module):
@@ -91,6 +94,7 @@ def load_quantised(
     with safe_open(str(path), framework="pt", device=str(device)) as file:
         stored = set(file.keys())
         _check(model, header, stored, file, path)
+        _check_numbers(header, stored, path)
         for name, linear in header.linears.items():
             _replace(model, name, linear.made())
         for name, table in header.tables.items():
@@ -103,6 +107,7 @@ def load_quantised(
     left = [name for name, tensor in _everything(model) if tensor.is_meta]
     if left:
         raise DsiError(f"{path} has no numbers for {', '.join(left[:5])}: give load_quantised a model that is not on the meta device")
+    refuse_save_pretrained(model)
     return model.eval()
 
 
@@ -185,6 +190,19 @@ def _check(model: nn.Module, header: Header, stored: set[str], file: Any, path: 
             raise DsiError(f"{other}: {name} is {[*found.get_shape()]} there and {size} in the model")
         if codes and found.get_dtype() not in codes:
             raise DsiError(f"{other}, or is damaged: {name} is {found.get_dtype()} there, not {' or '.join(sorted(codes))}")
+
+
+def _check_numbers(header: Header, stored: set[str], path: Any) -> None:
+    """Reads the file once more than loading does. What it holds stays where it is: tensors on a CPU show the file itself."""
+    if header.version == UNCHECKED:
+        return
+    with safe_open(str(path), framework="pt") as file:
+        found = checksums.of_tensors({name: file.get_tensor(name) for name in sorted(stored)})
+    if wrong := [name for name, number in found.items() if number != header.checksums.get(name)]:
+        raise DsiError(
+            f"{path} is damaged: the numbers of {', '.join(wrong[:5])} are not those that were written. Copy or fetch the file again, or "
+            "write it anew"
+        )
 
 
 def _codes(dtype: torch.dtype) -> set[str]:

@@ -9,12 +9,14 @@ from dsi.ir.errors import DsiError
 from dsi.ir.quantised_ops import ACTIVATIONS
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from . import checksums
 from .formats import Format, Grouping
 from .int8 import Quantised, short
 from .modules import QuantisedEmbedding, QuantisedLinear
 
 FORMAT: Final = "dsi quantised model"
-VERSION: Final = 1
+VERSION: Final = 2
+UNCHECKED: Final = 1  # the version before files had checksums, which is read, too
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 Count = Annotated[int, Field(ge=0)]
@@ -107,13 +109,16 @@ class Table(_Part):
 
 
 class Header(_Part):
-    """`linears` and `tables` by the names of their modules; `aliases`: tensors that are others, name -> name."""
+    """`linears` and `tables` by the names of their modules; `aliases`: tensors that are others, name -> name; `checksums` of the tensors
+    that are stored, by name, and `checksum`, that of all the rest here."""
 
     format: Literal["dsi quantised model"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[1, 2] = VERSION
     linears: dict[str, Linear]
     tables: dict[str, Table]
     aliases: dict[str, str]
+    checksums: dict[str, Count] = {}
+    checksum: Count = 0
 
     @model_validator(mode="after")
     def _heads(self) -> Header:
@@ -122,16 +127,23 @@ class Header(_Part):
                 raise ValueError(f"the table {name} reads the int8 of {table.head}, which is none of the linears")
         return self
 
+    def written(self) -> dict[str, Any]:
+        """What the file says, with the checksum of that."""
+        said = self.model_dump(by_alias=True)
+        return {**said, "checksum": checksums.of_metadata(said)}
+
     @classmethod
     def read(cls, header: Any, path: Any) -> Header:
         """The metadata of `path`. Raises `DsiError` for that of no such file, of another version, and for what cannot be meant."""
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise DsiError(f"{path} holds no quantised model: it was not written by save_quantised")
-        if (version := header.get("version")) != VERSION or type(version) is not int:
+        if (version := header.get("version")) not in (UNCHECKED, VERSION) or type(version) is not int:
             raise DsiError(
-                f"{path} has version {version!r} of the format, and this dsi reads version {VERSION}: quantise the model again and save it "
-                "with this version"
+                f"{path} has version {version!r} of the format, and this dsi reads versions {UNCHECKED} and {VERSION}: quantise the model "
+                "again and save it with this version"
             )
+        if version != UNCHECKED and header.get("checksum") != checksums.of_metadata(header):
+            raise DsiError(f"{path} is damaged: its metadata is not what was written. Copy or fetch the file again, or write it anew")
         try:
             return cls.model_validate(header)
         except ValidationError as error:

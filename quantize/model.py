@@ -16,7 +16,7 @@ from .conv1d import is_conv1d
 from .feeds import mlp_weights
 from .formats import INT8, ROW, Format, Grouping
 from .int8 import quantise, short
-from .modules import QuantisedEmbedding, QuantisedLinear
+from .modules import QuantisedEmbedding, QuantisedLinear, refuse_save_pretrained
 from .plain import is_plain
 
 Tied = Literal["head", "both", "keep"]
@@ -118,6 +118,7 @@ def quantise_model(
         warnings.warn(f"dsi: stay as they are: {'; '.join(f'{name} ({why})' for name, why in others.items())}", stacklevel=2)
     if coarse:
         warnings.warn(f"dsi: a scale a row instead of flat groups, which would cut rows irregularly: {', '.join(coarse)}", stacklevel=2)
+    refuse_save_pretrained(model)
     return model
 
 

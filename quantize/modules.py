@@ -138,6 +138,20 @@ class QuantisedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, {INT8}, {short(self.dtype)}"
 
 
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Has `save_pretrained` of `model`, and of what in it has one, raise where it would write int8 weights."""
+    for module in model.modules():
+        if callable(getattr(module, "save_pretrained", None)) and any(isinstance(part, QuantisedLinear) for part in module.modules()):
+            module.save_pretrained = _not_written  # type: ignore[assignment]
+
+
+def _not_written(*args: Any, **kwargs: Any) -> None:
+    raise DsiError(
+        "save_pretrained would write int8 weights under the names of floating-point ones, and from_pretrained read them as such: write "
+        "this model with dsi.save_quantised(model, path), and its configuration and tokenizer with their own save_pretrained"
+    )
+
+
 def _cast(fn: Any, dtype: torch.dtype, beside: Tensor) -> torch.dtype:
     """What `fn`, which a module applies to its tensors, makes of a `dtype`."""
     return fn(torch.empty(0, dtype=dtype, device=beside.device)).dtype

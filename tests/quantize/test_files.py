@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 
 import pytest
 import torch
 import transformers
 import zoo
 from dsi.ir.errors import DsiError
+from dsi.quantize import checksums
 from dsi.quantize.formats import Format, Grouping
 from dsi.quantize.modules import QuantisedEmbedding, QuantisedLinear
 from safetensors import safe_open
@@ -80,18 +83,49 @@ def saved(tmp_path):
     return path
 
 
-def changed(path, change) -> None:
-    """The file with other metadata."""
+def changed(path, change, seal=True) -> None:
+    """The file with other metadata and tensors, with right checksums where it is sealed."""
     with safe_open(str(path), "pt") as file:
         header, tensors = json.loads(file.metadata()["dsi"]), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     change(header, tensors)
+    if seal:
+        header["checksums"] = checksums.of_tensors(tensors)
+        header["checksum"] = checksums.of_metadata(header)
     save_file(tensors, str(path), metadata={"dsi": json.dumps(header)})
 
 
 def test_another_version_of_the_format_is_an_error_that_says_so(saved):
-    changed(saved, lambda header, tensors: header.update(version=2))
-    with pytest.raises(DsiError, match="has version 2 of the format, and this dsi reads version 1"):
+    changed(saved, lambda header, tensors: header.update(version=3))
+    with pytest.raises(DsiError, match="has version 3 of the format, and this dsi reads versions 1 and 2"):
         dsi.load_quantised(lambda: made("llama"), saved)
+
+
+def test_a_file_of_the_version_without_checksums_is_read(saved):
+    def older(header, tensors):
+        header.update(version=1)
+        del header["checksums"], header["checksum"]
+
+    expected = logits(dsi.load_quantised(lambda: made("llama"), saved))
+    changed(saved, older, seal=False)
+    assert torch.equal(logits(dsi.load_quantised(lambda: made("llama"), saved)), expected)
+
+
+def test_a_bit_that_changed_is_found(saved):
+    """Wherever it is: in the numbers of a tensor, which the error names, or in what the file says of them."""
+    whole = saved.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    entries = json.loads(whole[8:length])
+    model = zoo.decoder("llama")
+    before = logits(model)
+    for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.scales", "model.norm.weight"):
+        place = length + entries[name]["data_offsets"][0] + 5
+        saved.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(DsiError, match=f"is damaged: the numbers of {re.escape(name)} are not those that were written"):
+            dsi.load_quantised(model, saved)
+    saved.write_bytes(whole.replace(rb"\"size\": 0", rb"\"size\": 1", 1))
+    with pytest.raises(DsiError, match="is damaged: its metadata is not what was written"):
+        dsi.load_quantised(model, saved)
+    assert torch.equal(logits(model), before)
 
 
 def test_what_is_no_such_file_is_refused(tmp_path):
@@ -166,3 +200,16 @@ def test_a_model_on_the_meta_device_is_not_saved(tmp_path):
     with pytest.raises(DsiError, match="on the meta device"):
         dsi.save_quantised(dsi.quantise_model(zoo.decoder("llama")).to("meta"), tmp_path / "m")
     assert not list(tmp_path.iterdir())
+
+
+def test_save_pretrained_of_int8_is_an_error(tmp_path, saved):
+    """It would write int8 under the names of floats, which from_pretrained reads as floats."""
+    loaded = dsi.load_quantised(lambda: made("llama"), saved)
+    quantised = dsi.quantise_model(zoo.decoder("llama"))
+    engine = dsi.init_inference(zoo.decoder("llama"), dtype=torch.int8)
+    for model in (quantised, quantised.model, copy.deepcopy(quantised), loaded, engine):
+        with pytest.raises(DsiError, match=r"dsi\.save_quantised"):
+            model.save_pretrained(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+    dsi.quantise_model(zoo.decoder("llama"), skip=["*"]).save_pretrained(tmp_path / "folder")
+    assert list((tmp_path / "folder").glob("*.safetensors"))
