@@ -14,6 +14,8 @@ FORMS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "div": ("{0} / {1}", PRODUCT, (PRODUCT, ATOM)),
     "neg": ("-{0}", SUM, (ATOM,)),
     "abs": ("tl.abs({0})", ATOM, (RELATION,)),
+    "floor": ("tl.floor({0})", ATOM, (RELATION,)),
+    "ceil": ("tl.ceil({0})", ATOM, (RELATION,)),
     "reciprocal": ("1.0 / {0}", PRODUCT, (ATOM,)),
     "maximum": ("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", ATOM, (RELATION, RELATION)),
     "minimum": ("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", ATOM, (RELATION, RELATION)),

@@ -115,6 +115,11 @@ def _no_power(node: fx.Node) -> Expr:
     raise fail(node, f"{node.name} is a power that is no product, of a base that is not known to be positive", 4)
 
 
+def _whole(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
+    """The next whole number down or up; integers are that themselves."""
+    return _plain(pull, node, coords) if fake(node).dtype.is_floating_point else pull.operand(node, args_of(node)[0], coords)
+
+
 def _gelu(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     kinds = {"none": "gelu_erf", "tanh": "gelu_tanh"}
     return operation(pull, node, kinds[argument(node, 1, "approximate", "none")], args_of(node)[:1], coords)
@@ -232,6 +237,7 @@ ELEMENTWISE: dict[Any, Handler] = {
     aten.pow.Tensor_Scalar: _power,
     aten.pow.Scalar: _power,
     aten.pow.Tensor_Tensor: _power,
+    **dict.fromkeys((aten.floor.default, aten.ceil.default), _whole),
     aten.gelu.default: _gelu,
     **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor), _clamp),
     **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), _clamp),

@@ -42,6 +42,8 @@ POINTWISE: dict[str, Pointwise] = {
     "div": Pointwise((aten.div.Tensor, aten.div.Scalar), torch.div, 2, "float"),
     "neg": Pointwise((aten.neg.default,), torch.neg, 1),
     "abs": Pointwise((aten.abs.default,), torch.abs, 1),
+    "floor": Pointwise((aten.floor.default,), torch.floor, 1),
+    "ceil": Pointwise((aten.ceil.default,), torch.ceil, 1),
     "reciprocal": Pointwise((aten.reciprocal.default,), torch.reciprocal, 1, "float"),
     "maximum": Pointwise((aten.maximum.default,), torch.maximum, 2),
     "minimum": Pointwise((aten.minimum.default,), torch.minimum, 2),

@@ -114,7 +114,7 @@ def test_norm_of_each_head(interpreter, symbolic, norm):
 
 
 @DTYPES
-@pytest.mark.parametrize("name", ["mish", "softplus", "elu", "leaky_relu", "hardswish", "glu", "expm1", "log1p", "exp2"])
+@pytest.mark.parametrize("name", ["mish", "softplus", "elu", "leaky_relu", "hardswish", "glu", "expm1", "log1p", "exp2", "floor", "ceil"])
 def test_activations_after_a_linear(interpreter, dtype, name):
     def mlp(x, w):
         return getattr(F, name, getattr(torch, name, None))(dsi.linear(x, w) * 3)

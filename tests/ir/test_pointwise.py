@@ -34,6 +34,8 @@ def bools(*shape: int) -> torch.Tensor:
 UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "neg": torch.neg,
     "abs": torch.abs,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
     "reciprocal": torch.reciprocal,
     "sqrt": lambda x: torch.sqrt(x.abs()),
     "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
