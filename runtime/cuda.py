@@ -20,7 +20,7 @@ from .ahead import Made, compile_ahead, sizes_now
 from .cache import DiskCache
 from .expand import region_of
 from .fallback import FallingBack
-from .graphs import CudaRecorder, GraphedProgram, launches_of_a_call, written_inputs
+from .graphs import CudaRecorder, GraphedProgram, launching_costs, replay_costs, written_inputs
 from .inductor_api import static_inputs
 from .kernels import KernelSet, device_name, kernels_for, renew
 from .launch import GeneratedKernel
@@ -59,7 +59,7 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     if mode in GRAPHED_MODES:
         static, written = static_inputs(gm), written_inputs(gm)
         reason = why_not_graphed(gm, example_inputs) if context.options.cuda_graphs else "cuda_graphs=False"
-        reason = reason or why_not_worth_it(program, launches_of_a_call(example_inputs, static, written, program.results))
+        reason = reason or why_not_worth_it(program, replay_costs(example_inputs, static, written, program.results))
         if reason:
             context.report.notes.append(f"mode {mode!r}: every kernel is launched by itself: {reason}")
         graphed = not reason
@@ -128,11 +128,12 @@ def why_not_graphed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     return ""
 
 
-def why_not_worth_it(program: Program, launches: int) -> str:
-    """Why a recorded graph, which costs `launches` a call, would save nothing; "" where it would, or nobody knows."""
-    if program.launches is None or program.launches > launches:
+def why_not_worth_it(program: Program, replayed: float) -> str:
+    """Why a recorded graph, which costs the host `replayed` microseconds a call, would save nothing; "" where it would, or nobody knows."""
+    launched = launching_costs(program.launches)
+    if launched is None or launched > replayed:
         return ""
-    return f"a call is {program.launches} launched, and would be {launches} with a graph and the copies of inputs and results"
+    return f"a call takes the host about {launched:.0f} us, and would take {replayed:.0f} with a graph and the copies of inputs and results"
 
 
 def waits_for_the_host(gm: fx.GraphModule, figures: Device) -> bool:

@@ -77,10 +77,9 @@ class Program:
         return {slot for slot in read if slot < self.inputs} | {self.sizes.sources[name] for name in self.sizes.used}
 
     @property
-    def launches(self) -> int | None:
-        """What a call launches at most; None where nobody says."""
-        known = [step.launches for step in self.steps if step.launches is not None]
-        return sum(known) if len(known) == len(self.steps) else None
+    def launches(self) -> list[int | None]:
+        """What each step launches at most; None where nobody says."""
+        return [step.launches for step in self.steps]
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         slots = self._template.copy()

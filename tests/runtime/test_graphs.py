@@ -9,7 +9,7 @@ from dsi.ir.context import Context
 from dsi.ir.options import Options
 from dsi.runtime import graphs, recorded
 from dsi.runtime.cuda import generated_kernels, why_not_worth_it
-from dsi.runtime.graphs import GraphedProgram, launches_of_a_call
+from dsi.runtime.graphs import ALLOCATION, COPY, REPLAY, GraphedProgram, launching_costs, replay_costs
 from dsi.runtime.program import ReferenceKernel, build, no_kernels, reference_kernels
 from lowered_graphs import D, Outer, decode_layer, eager_layer, layer_inputs
 
@@ -246,29 +246,37 @@ def projection():
 
 
 @pytest.mark.parametrize("count, worth", [(1, False), (3, False), (4, True), (None, True)])
-def test_a_program_of_as_few_launches_as_a_replay_is_not_recorded(count, worth):
+def test_a_program_that_costs_no_more_than_a_replay_and_its_copies_is_not_recorded(count, worth):
     class Counted(ReferenceKernel):
         launches = count
 
     outer, gm = projection()
     program = build(gm, outer.fakes, lambda region, *given: Counted(region))
-    assert program.launches == count
-    assert (why_not_worth_it(program, 3) == "") == worth
+    assert program.launches == [count]
+    costs = replay_costs(outer.fakes, [1], [], program.results)
+    assert (why_not_worth_it(program, costs) == "") == worth  # one step of so many launches
+
+
+def test_three_kernels_with_a_copy_in_and_a_copy_out_are_recorded_and_two_are_not():
+    costs = replay_costs([torch.zeros(2), torch.zeros(2)], [1], [], [2])
+    assert launching_costs([1, 1]) < costs < launching_costs([1, 1, 1])
+    assert launching_costs([1, 0, 0]) == launching_costs([1]) and launching_costs([1, None]) is None  # views launch nothing
 
 
 def test_launches_are_known_of_generated_kernels_and_counted_for_operators():
     outer, gm = projection()
-    assert build(gm, outer.fakes, generated_kernels(outer.context(library=False), "cpu")).launches == 1
+    assert build(gm, outer.fakes, generated_kernels(outer.context(library=False), "cpu")).launches == [1]
     outer, gm = decode_layer(layer_inputs(2, 1, 32, 5))
     program = build(gm, outer.fakes, no_kernels)
-    assert program.launches == len(program.steps) > 3
+    assert program.launches == [1] * len(program.steps) and len(program.steps) > 3
 
 
-def test_what_a_call_through_a_graph_launches():
-    x, w = torch.zeros(2), torch.zeros(2)
-    assert launches_of_a_call([x, w, 3], [1], [], [3]) == 3
-    assert launches_of_a_call([w, 3], [0], [], [2]) == 2  # nothing is copied in
-    assert launches_of_a_call([x, w, 3], [1], [0], [0, (None,)]) == 1  # nor out
+def test_what_a_call_through_a_graph_costs():
+    x, w, ids = torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    assert replay_costs([x, w, 3], [1], [], [3]) == REPLAY + 2 * COPY + ALLOCATION
+    assert replay_costs([x, x, w, ids], [2], [], [4, 5]) == REPLAY + 3 * COPY + 2 * ALLOCATION  # two dtypes in
+    assert replay_costs([w, 3], [0], [], [2]) == REPLAY + COPY + ALLOCATION  # nothing is copied in
+    assert replay_costs([x, w, 3], [1], [0], [0, (None,)]) == REPLAY  # nor out
 
 
 @pytest.mark.parametrize("asked", [False, True])
