@@ -21,7 +21,7 @@ from .kernel import Choice
 from .layout import Text
 from .linear import Grid, Linear
 from .printer import Printer
-from .quantised import TWO_DIGITS, digits_beside, int8_rows, rounded_rows, row_step
+from .quantised import TO_NEAREST, TWO_DIGITS, digits_beside, int8_rows, rounded_rows, row_step
 from .roofline import power_of_two
 from .words import WORD, as_words, in_words
 
@@ -117,8 +117,12 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
     statistics = linear.row_norms(body)
     step = ""
     if given.unit is not None:
-        step = row_step(linear, statistics, TWO_DIGITS if given.beside or len(given.inputs) == 2 else 127.0)
+        two = given.beside or len(given.inputs) == 2
+        step = row_step(linear, statistics, TWO_DIGITS if two else 127.0)
         body.line(f"tl.store({pointers[-1]} + r, {step})")
+        inverse = builder.names.new("inverse") if two else ""
+        if two:
+            body.line(f"{inverse} = 1.0 / {step}")
     with linear.steps(statistics) as printer:
         printer.expect([*(store.value for store in plan.row_stores), plan.x])
         for store in plan.row_stores:
@@ -139,17 +143,20 @@ def write_rows(spec: t.KernelSpec, choice: Choice, product: t.KernelSpec, given:
         else:
             wide = rounded if plan.x_dtype == torch.float32 else f"{rounded}.to(tl.float32)"
             places = [pointers[0], f"{pointers[0]} + {plan.inner}"] if given.beside else pointers[:-1]
-            digits(printer, Text(wide, x.axes, 3), step, places, keep)
+            if inverse:
+                store_digits(printer, Text(wide, x.axes, 3), inverse, places, keep)
+            else:
+                keep(places[0], f"{rounded_rows(printer, wide, f'{step}[:, None]')}.to(tl.int8)")
     return builder, (ceil_div(plan.rows, 1),), warps
 
 
-def digits(printer: Printer, x: Text, step: str, pointers: list[str], keep: Callable[[str, str], None]) -> None:
-    """Stores rows in steps of `step` as int8: whole, or as two digits, 256 * high + low."""
-    whole = rounded_rows(printer, x.code, f"{step}[:, None]", exact=len(pointers) == 1)
-    if len(pointers) == 1:
-        keep(pointers[0], f"{whole}.to(tl.int8)")
-        return
-    high = printer.builder.names.new("high_digit")
-    printer.block.line(f"{high} = tl.floor({whole} * 0.00390625 + 0.5)")
-    keep(pointers[0], f"{high}.to(tl.int8)")
-    keep(pointers[1], f"({whole} - {high} * 256.0).to(tl.int8)")
+def store_digits(printer: Printer, x: Text, inverse: str, pointers: list[str], keep: Callable[[str, str], None]) -> None:
+    """Stores rows in steps of 1 / `inverse` as two digits, 256 * high + low.
+
+    Dividing, rounding and converting by instructions for that took more of some kernels than reading and writing: here the bits of the sum
+    with `TO_NEAREST` end in those of the nearest integer.
+    """
+    whole = printer.builder.names.new("whole")
+    printer.block.line(f"{whole} = ({x.at(2)} * {inverse}[:, None] + {TO_NEAREST}).to(tl.int32, bitcast=True)")
+    keep(pointers[0], f"(({whole} + 128) >> 8).to(tl.int8)")
+    keep(pointers[1], f"{whole}.to(tl.int8)")

@@ -33,6 +33,7 @@ MANY_ROWS = 64  # rows of a tile from which on their digits lie beside each othe
 TWO_DIGITS = 32639.0  # the largest value whose two digits fit int8: 127 * 256 + 127
 # 1.5 * 2**23: added and taken away again, it leaves the nearest integer, ties to even, of a value below 2**22.
 TO_NEAREST = "12582912.0"
+LEAST_STEP = "1.1754943508222875e-38"  # of two digits: the smallest normal number of fp32
 
 
 def within_step(scale: t.Scale, block_k: int) -> bool:
@@ -166,19 +167,21 @@ def row_step(linear: Linear, bases: Bases, largest: float) -> str:
         x = printer.statement(code, value.axes, "x").code
         printer.block.line(f"{most} = tl.maximum({most}, tl.abs({x}))")
         printer.block.line(f"{poison} += {x} * 0.0")
-    block.line(f"{step} = {quotient(f'tl.max({most}, {axis})', str(largest), largest != TWO_DIGITS)} + tl.sum({poison}, {axis})")
+    absmax, more = f"tl.max({most}, {axis})", f"tl.sum({poison}, {axis})"
+    if largest == TWO_DIGITS:  # its inverse is finite: what is below half of that is as good as 0
+        block.line(f"{step} = tl.maximum({absmax} / {largest}, {LEAST_STEP}) + {more}")
+    else:
+        block.line(f"{step} = tl.div_rn({absmax}, {largest}) + {more}")
     return step
 
 
-def rounded_rows(printer: Printer, x: str, step: str, exact: bool = True) -> str:
-    """A block of fp32 rows in steps of each row, as whole fp32 numbers, ties to even. `exact`: the operator's own, to the last code."""
+def rounded_rows(printer: Printer, x: str, step: str) -> str:
+    """A block of fp32 rows in steps of each row, as whole fp32 numbers, ties to even: the operator's own, to the last code.
+
+    Half of a row's largest value lies half way between two codes, so that one code, a whole step, would hang on the last place of a quicker
+    quotient than IEEE's.
+    """
     name = printer.builder.names.new("whole")
-    printer.block.line(f"{name} = {quotient(x, f'tl.where({step} > 0.0, {step}, 1.0)', exact)}")
+    printer.block.line(f"{name} = tl.div_rn({x}, tl.where({step} > 0.0, {step}, 1.0))")
     printer.block.line(f"{name} = ({name} + {TO_NEAREST}) - {TO_NEAREST}")
     return name
-
-
-def quotient(x: str, by: str, exact: bool) -> str:
-    """Source of x / by in fp32. `exact`: rounded as IEEE has it. Half of a row's largest value lies half way between two codes of W8A8, so
-    that one code, a whole step, would hang on the last place of a quicker quotient; of two digits it is the last of sixteen bits."""
-    return f"tl.div_rn({x}, {by})" if exact else f"{x} / {by}"

@@ -94,6 +94,24 @@ def test_the_error_of_digits_has_a_bound(interpreter):
     assert ((value.double() - exact).abs() <= bound + 1e-5 * exact.abs()).all()
 
 
+def test_rows_of_next_to_nothing_are_digits_like_others(interpreter):
+    """The inverse of a step that is no normal number would not be finite."""
+    case = quantised(lambda: plans.projection(BF16, 6, inner=72, columns=33))
+    x, _, bias, residual = (n for n, tensor in enumerate(case.spec.inputs) if "scale" not in tensor.name)
+    for row, largest in enumerate((0.0, 1e-39, 1e-37, 1e-34, 1e-30)):
+        case.inputs[x][row] = (case.real(x)[row] / case.real(x)[row].abs().max() * largest).to(BF16)
+    for number in (bias, residual):
+        case.inputs[number].zero_()
+    (value,) = run(case, interpreter, choice=replace(INT8_SKINNY, digits=2))
+    w = next(n for n, tensor in enumerate(case.spec.inputs) if tensor.name == "weight")
+    exact = case.real(x) @ case.real(w).T
+    step = (case.real(x).abs().amax(1, keepdim=True) * 2.0**-15).clamp(min=2.0**-126)
+    assert (
+        value.isfinite().all() and ((value.double() - exact).abs() <= 0.51 * step * case.real(w).abs().sum(1) + 2**-8 * exact.abs()).all()
+    )
+    assert not value[0].any() and value[4].any()
+
+
 @pytest.mark.parametrize("activations", ["", "int8"], ids=["digits", "W8A8"])
 @pytest.mark.parametrize("choice", [INT8_SKINNY, INT8_TILED], ids=["skinny", "tiled"])
 def test_integers_do_not_overflow_over_a_long_row(interpreter, choice, activations):
