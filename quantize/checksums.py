@@ -20,7 +20,7 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _of_tensor(tensor: Tensor) -> int:
     with torch.no_grad():
-        return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def of_metadata(said: Mapping[str, Any]) -> int:
