@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from dsi.codegen.kernel import Workspace
 
 from .sizes import Environment
 
+SMALL = 1 << 18  # bytes of scratch memory that each kernel may keep between calls
 # (sizes, strides, dtype) -> a tensor of undefined contents on one device, which for CUDA has to be the current one.
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -104,7 +106,7 @@ def recording(stream: Hashable) -> Iterator[list[torch.Tensor]]:
 
 class ScratchMemory:
     """One workspace of one kernel. One that starts as zeros is kept (kernels leave it zeroed) for each size, stream and thread: two calls
-    under way at once never share one.
+    under way at once never share one. So is a small one of one size, as it was left: finding it costs less than an allocation.
 
     Somebody else's capture gets one that was made in a call before, its own for good: the launches of one stream of a capture follow each
     other, and nobody says when the graph ends. Without one, the filling becomes part of the capture, one more kernel in each replay.
@@ -115,6 +117,7 @@ class ScratchMemory:
         self.zeroed = workspace.zeroed
         self.size = size
         self.device = device
+        self.kept = self.zeroed or (isinstance(size, tuple) and math.prod(size) * self.dtype.itemsize <= SMALL)
         self._allocate = allocator(device)
         self._stream, self._capturing = watches(device)
         self._kept = threading.local()
@@ -123,7 +126,7 @@ class ScratchMemory:
 
     def __call__(self, sizes: Environment) -> torch.Tensor:
         size = self.size if isinstance(self.size, tuple) else self.size(*sizes)
-        if not self.zeroed:
+        if not self.kept:
             return self._allocate(size, (1,), self.dtype)
         kept: dict[Any, torch.Tensor] = self._kept.__dict__
         used = _recording.used
@@ -131,18 +134,18 @@ class ScratchMemory:
         found = kept.get(key)
         if (used is None or found is None) and self._capturing():
             # Nothing is executed now, so that nothing may be kept that ought to be zero; whoever records replays the filling too.
-            given = self._given(size) if used is None else None
-            return self._zeros(size) if given is None else given
+            given = self._given(size) if used is None and self.zeroed else None
+            return self._made(size) if given is None else given
         if found is None:
-            found = kept[key] = self._zeros(size)
+            found = kept[key] = self._made(size)
         if used is not None:
             used.append(found)
-        elif size not in self._spare and may_be_captured(self.device):
-            self._spare[size] = done(self._zeros(size))  # it is used wherever the capture will be replayed
+        elif self.zeroed and size not in self._spare and may_be_captured(self.device):
+            self._spare[size] = done(self._made(size))  # it is used wherever the capture will be replayed
         return found
 
-    def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
+    def _made(self, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(size, dtype=self.dtype, device=self.device) if self.zeroed else self._allocate(size, (1,), self.dtype)
 
     def _given(self, size: tuple[int, ...]) -> torch.Tensor | None:
         """What the capture under way on this stream has, or the spare one from now on; None where there is none, or no telling."""

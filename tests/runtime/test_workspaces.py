@@ -52,10 +52,28 @@ def test_two_threads_have_counters_of_their_own(now):
     assert memory(()) is not found[0]
 
 
-def test_partial_sums_are_of_each_call(now):
-    memory = ScratchMemory(Workspace(sympy.Integer(8), "float32"), (8,), CPU)
-    first, second = memory(()), memory(())
-    assert first.shape == (8,) and first.dtype == torch.float32 and first.data_ptr() != second.data_ptr()
+@pytest.mark.parametrize("size, sizes", [((1 << 20,), ()), (lambda n: (n,), (8,))], ids=["large", "of several sizes"])
+def test_partial_sums_are_of_each_call(now, size, sizes):
+    memory = ScratchMemory(Workspace(sympy.Symbol("n"), "float32"), size, CPU)
+    first, second = memory(sizes), memory(sizes)
+    assert first.shape == second.shape and first.dtype == torch.float32 and first.data_ptr() != second.data_ptr()
+
+
+def test_few_partial_sums_stay_where_they_are(now):
+    memory, found = ScratchMemory(Workspace(sympy.Integer(8), "float32"), (8,), CPU), []
+    first = memory(())
+    assert memory(()) is first and first.shape == (8,)
+    now.stream = 2
+    assert memory(()) is not first
+    now.stream, now.capturing = 1, True
+    assert memory(()) is not first and memory(()) is not memory(())  # somebody else's capture, which may be replayed beside our calls
+    with recording(1) as used:
+        assert memory(()) is first and used == [first]
+    now.capturing = False
+    thread = threading.Thread(target=lambda: found.append(memory(())))
+    thread.start()
+    thread.join()
+    assert found[0] is not first
 
 
 def test_a_recording_uses_what_the_stream_of_its_replays_has(now):
