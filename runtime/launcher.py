@@ -16,6 +16,7 @@ import torch
 from dsi.ir.errors import DsiError
 
 from . import lookups
+from .straight import straight
 
 # Where an argument is found: its group (an index of GROUPS) and its number there.
 GROUPS = ("inputs", "outputs", "workspaces", "integers")
@@ -96,7 +97,8 @@ class Launcher:
     def _keep(self, key: Hashable, kernel: Any) -> None:
         if all(hasattr(kernel, name) for name in ("run", "function", "packed_metadata")):
             # `run` loads the code. The kernel itself is kept too: where nothing else holds it, Triton unloads it.
-            self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata, kernel)
+            way = straight(kernel.run, kernel.packed_metadata, len(self.function.arg_names))
+            self.compiled[key] = (way.call, kernel.function, way.between, way.together, kernel)
 
     def bound(self, grid: tuple[int, ...], integers: tuple[int, ...]) -> Bound:
         """`launch` for one grid and these integers, which then cost nothing in a launch."""
@@ -138,7 +140,10 @@ class Launcher:
             "if found is None or hooked():",
             f"    return first(key, grid, {', '.join(GROUPS)})",
             *(["x, y, z = (*grid, 1, 1)[:3]"] if grid is None else []),
-            f"found[0]({size}, stream(), found[1], found[2], None, None, None, {', '.join([*given, *rest])})",
+            "if found[3]:",
+            f"    found[0]({size}, stream(), found[1], *found[2], ({', '.join([*given, *rest])},))",
+            "else:",
+            f"    found[0]({size}, stream(), found[1], *found[2], {', '.join([*given, *rest])})",
         ]
         head = f"grid, {', '.join(GROUPS)}" if grid is None else "inputs, outputs, sizes=(), workspaces=()"
         exec(f"def launch({head}):\n" + "".join(f"    {line}\n" for line in lines), scope)

@@ -13,6 +13,7 @@ from dsi.codegen.kernel import Launch
 from dsi.ir.errors import DsiError
 from dsi.runtime.launch import programmatic, settle
 from dsi.runtime.launcher import Launcher, hooked, kinds
+from dsi.runtime.straight import straight
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -213,3 +214,88 @@ def test_a_kernel_that_does_not_wait_never_starts_early():
 
 def test_kernels_on_a_cpu_do_not_wait():
     assert not programmatic(torch.device("cpu"))
+
+
+# -------------------------------------------------------------------------------------------------------- without Triton's Python
+
+
+class Spread:
+    """As Triton's launcher of a kernel was up to 3.6, and hands over its arguments one by one."""
+
+    scratch, pdl = 0, True
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __call__(self, x, y, z, stream, function, *arguments):
+        scratch = "memory" * (x * self.scratch) if self.scratch else None
+        self.launch(x, y, z, stream, function, False, self.pdl, scratch, *arguments)
+
+
+class Together(Spread):
+    """As it is in newer versions."""
+
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+        self.launch(x, y, z, stream, function, self.pdl, packed, metadata, enter, leave, b"signature", arguments)
+
+
+class Scratch(Spread):
+    scratch = 16
+
+
+class Counting(Spread):
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.launch(x, y, z, stream, function, *arguments, len(arguments))
+
+
+class Exchanging(Spread):
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.launch(y, x, z, stream, function, *arguments)
+
+
+@pytest.mark.parametrize("kind, past", [(Spread, True), (Together, True), (Scratch, False), (Counting, False), (Exchanging, False)])
+def test_what_a_launcher_adds_is_found_out_and_where_it_does_more_it_is_asked(kind, past):
+    sent = []
+    run, arguments = kind(lambda *given: sent.append(given)), (11, 12, True)
+    way = straight(run, "packed", len(arguments))
+    assert (way.call is run.launch) == past and not sent
+    way.call(3, 2, 1, STREAM, "function", *way.between, *([arguments] if way.together else arguments))
+    run(3, 2, 1, STREAM, "function", "packed", None, None, None, *arguments)
+    assert sent[0] == sent[1]
+
+
+def test_a_function_is_called_as_it_is():
+    way = straight(print, "packed", 2)
+    assert way.call is print and way.between == ("packed", None, None, None) and not way.together
+
+
+@pytest.mark.parametrize("kind", [Spread, Together, Scratch])
+def test_launches_past_tritons_launcher_send_what_it_sends(function, driver, kind, monkeypatch):
+    sent = []
+    monkeypatch.setattr(triton.runtime.driver.active, "launcher_cls", lambda source, metadata: kind(lambda *given: sent.append(given)))
+    launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM)
+    x, y = torch.zeros(64), torch.zeros(64)
+    for _ in range(2):  # by Triton, and directly
+        launcher.launch((3, 2), [x], [y], [], (64,))
+    launcher.bound((3, 2), (64,))([x], [y])
+    assert _sent(sent[0]) == _sent(sent[1]) == _sent(sent[2]) and len(sent) == 3
+
+
+def _sent(given):
+    """Numbers for tensors; what is there for profilers alone left out."""
+    given = (*given[:-1], *given[-1]) if isinstance(given[-1], tuple) else given
+    told = (None if type(value).__name__ in ("LazyDict", "HookChain") else value for value in given)
+    return [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in told]
+
+
+def test_tritons_own_launcher_is_one_that_hands_its_arguments_over(driver):
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    run, sent = object.__new__(nvidia.CudaLauncher), []
+    sizes = dict.fromkeys(("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align"), 0)
+    given = {"launch_pdl": True, "launch_cooperative_grid": False, "num_ctas": 1, "gsan_enabled": False}
+    run.__dict__.update(sizes | given | {"arg_annotations": [], "kernel_signature": b"", "launch": lambda *given: sent.append(given)})
+    way = straight(run, (4, 1, 0), 3)
+    assert way.call is run.launch
+    way.call(3, 2, 1, STREAM, 5, *way.between, *([(7, 8, True)] if way.together else (7, 8, True)))
+    run(3, 2, 1, STREAM, 5, (4, 1, 0), None, None, None, 7, 8, True)
+    assert sent[0] == sent[1]
