@@ -205,8 +205,8 @@ def _skinny(work: LinearWork, rows: int, device: Device) -> Iterator[Choice]:
 
 
 def _blocks(work: LinearWork, rows: int | None, device: Device) -> Iterator[Choice]:
-    """Skinny over integers in blocks of rows. What integers' products wait for, other programs of the processor fill."""
-    if work.group is None or work.wide:
+    """Skinny over integers in blocks of rows. What products of integers wait for on sm_90, another program of the processor fills."""
+    if work.group is None or work.wide or device.capability < 90:
         return
     for block_m, block_n, block_k, warps, stages in itertools.product((64, 128), (32, 64, 128), _steps(work, (64, 128)), (4, 8), (3, 4)):
         both = block_m * (1 if work.rounded else 2)
