@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 from dsi.ir import tile as t
@@ -16,6 +16,7 @@ from .attention_decode import AttentionDecode
 from .builder import Builder, triton_type
 from .deferred import peeled
 from .devices import H200, Device
+from .grids import fitting
 from .kernel import Choice, Kernel, Launch, LibraryCall, digest_of
 from .linear import Linear
 from .pointwise import HELPERS
@@ -43,7 +44,9 @@ def generate(spec: t.KernelSpec, choice: Choice | None = None, device: Device = 
 def _kernel(spec: t.KernelSpec, choice: Choice, device: Device) -> Kernel:
     entry = spec.name if spec.name.isidentifier() else re.sub(r"\W", "_", f"k_{spec.name}")
     entry = f"{entry}_kernel" if entry in RESERVED else entry
-    steps = _parts(spec, choice, entry)
+    steps = [
+        replace(step, grid=fitting(step.builder, step.grid)) if isinstance(step, _Part) else step for step in _parts(spec, choice, entry)
+    ]
     parts = [step for step in steps if isinstance(step, _Part)]
     builders = [part.builder for part in parts]
     imports = "import triton\nimport triton.language as tl\n"
