@@ -86,12 +86,13 @@ class Puller:
     def __init__(self, body: fx.GraphModule, space: Space):
         from .activations import ACTIVATIONS_OF_ATEN
         from .elementwise import ELEMENTWISE
+        from .scatters import FILLS, SCATTERS
         from .semantics import SEMANTICS
         from .views import VIEWS
 
         self.space = space
         self.inputs = {n: i for i, n in enumerate(n for n in body.graph.nodes if n.op == "placeholder")}
-        self.handlers: dict[Any, Handler] = {**VIEWS, **ELEMENTWISE, **ACTIVATIONS_OF_ATEN, **SEMANTICS}
+        self.handlers: dict[Any, Handler] = {**VIEWS, **SCATTERS, **FILLS, **ELEMENTWISE, **ACTIVATIONS_OF_ATEN, **SEMANTICS}
         self.moments: dict[tuple[fx.Node, Coords], MomentBody] = {}
         self.gathers: dict[sympy.Symbol, Expr] = {}  # a coordinate that is itself a value, as a symbol of the space
         self._gather_of: dict[tuple[int, sympy.Expr], sympy.Symbol] = {}

@@ -33,7 +33,8 @@ def keyword(node: fx.Node, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
-def _axis(node: fx.Node, dim: int, rank: int) -> int:
+def axis(node: fx.Node, dim: int, rank: int) -> int:
+    """A literal dimension, counted from the front."""
     if not isinstance(dim, int):
         raise fail(node, f"{node.name} works on a dimension that is no literal")
     return dim + rank if dim < 0 else dim
@@ -55,12 +56,12 @@ def _view(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 def _permute(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     rank = len(coords)
     if node.target is aten.permute.default:
-        order = [_axis(node, d, rank) for d in args_of(node)[1]]
+        order = [axis(node, d, rank) for d in args_of(node)[1]]
     else:
         a, b = (0, 1) if node.target is aten.t.default else (argument(node, 1, "dim0"), argument(node, 2, "dim1"))
         order = list(range(rank))
         if rank > 1:
-            a, b = _axis(node, a, rank), _axis(node, b, rank)
+            a, b = axis(node, a, rank), axis(node, b, rank)
             order[a], order[b] = b, a
     source: list[sympy.Expr] = [ZERO] * rank
     for position, dim in enumerate(order):
@@ -78,31 +79,34 @@ def _repeat(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     return pull.at(args_of(node)[0], [ZERO if n == 1 else pull.space.mod(c, n) for c, n in zip(inner, sizes, strict=True)])
 
 
+def slice_start(node: fx.Node, start: Any, end: Any, step: Any, size: sympy.Expr, length: sympy.Expr) -> sympy.Expr:
+    """Where a slice of `length` entries of a dimension of `size` begins."""
+    to_the_end = end is None or (isinstance(end, int) and end >= _TO_THE_END) or size_of(end) == size
+    if to_the_end and size_of(step) == 1:
+        return size - length  # whatever the sign of `start`, and however it was clamped
+    first = size_of(0 if start is None else start)
+    if first.is_Integer and first < 0:
+        first = size + first
+    if nonnegative(first):
+        return first
+    if not first.is_Integer:
+        raise fail(node, f"{node.name} starts at {first}, which may be negative", 1)
+    return ZERO  # torch clamps
+
+
 def _slice(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     source = args_of(node)[0]
-    dim = _axis(node, argument(node, 1, "dim", 0), len(coords))
-    start, end, step = argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)
-    size, length = size_of(fake(source).shape[dim]), size_of(fake(node).shape[dim])
-    step = size_of(step)
-    to_the_end = end is None or (isinstance(end, int) and end >= _TO_THE_END) or size_of(end) == size
-    if to_the_end and step == 1:
-        first = size - length  # whatever the sign of `start`, and however it was clamped
-    else:
-        first = size_of(0 if start is None else start)
-        if first.is_Integer and first < 0:
-            first = size + first
-        if not nonnegative(first):
-            if not first.is_Integer:
-                raise fail(node, f"{node.name} starts at {first}, which may be negative", 1)
-            first = ZERO  # torch clamps
+    dim = axis(node, argument(node, 1, "dim", 0), len(coords))
+    step, size, length = argument(node, 4, "step", 1), size_of(fake(source).shape[dim]), size_of(fake(node).shape[dim])
+    first = slice_start(node, argument(node, 2, "start"), argument(node, 3, "end"), step, size, length)
     moved = list(coords)
-    moved[dim] = coords[dim] * step + first
+    moved[dim] = coords[dim] * size_of(step) + first
     return pull.at(source, moved)
 
 
 def _select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     source = args_of(node)[0]
-    dim = _axis(node, argument(node, 1, "dim"), len(coords) + 1)
+    dim = axis(node, argument(node, 1, "dim"), len(coords) + 1)
     index = size_of(argument(node, 2, "index"))
     if index.is_Integer and index < 0:
         index = size_of(fake(source).shape[dim]) + index
@@ -114,7 +118,7 @@ def _select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 def _flip(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     moved = list(coords)
     for d in args_of(node)[1] if coords else ():  # torch lets one number be flipped, too
-        dim = _axis(node, d, len(coords))
+        dim = axis(node, d, len(coords))
         moved[dim] = size_of(fake(node).shape[dim]) - 1 - coords[dim]
     return pull.at(args_of(node)[0], moved)
 
@@ -123,7 +127,7 @@ def _roll(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     shifts, dims = argument(node, 1, "shifts"), argument(node, 2, "dims", [])
     moved = list(coords)
     for shift, d in zip(shifts, dims, strict=False):
-        dim = _axis(node, d, len(coords))
+        dim = axis(node, d, len(coords))
         size = sizes_of(fake(node))[dim]
         if not isinstance(shift, int) or (shift > 0 and not size.is_Integer):
             raise fail(node, f"{node.name} rolls a dimension of {size} by {shift}, which may be more than once round", 4)
@@ -142,7 +146,7 @@ def _getitem(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     number = number + len(values) if number < 0 else number
     source = args_of(pieces)[0]
     unbind = pieces.target is aten.unbind.int
-    dim = _axis(pieces, argument(pieces, 1 if unbind else 2, "dim", 0), fake(source).dim())
+    dim = axis(pieces, argument(pieces, 1 if unbind else 2, "dim", 0), fake(source).dim())
     if unbind:
         return pull.at(source, (*coords[:dim], sympy.Integer(number), *coords[dim:]))
     before = sympy.Add(*(size_of(v.shape[dim]) for v in values[:number]))
@@ -179,7 +183,7 @@ def _parts(pull: Puller, node: fx.Node, position: sympy.Expr, parts: Sequence[tu
 
 def _cat(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     whole = fake(node)
-    dim = _axis(node, argument(node, 1, "dim", 0), whole.dim())
+    dim = axis(node, argument(node, 1, "dim", 0), whole.dim())
     start, parts = ZERO, []
     for source in args_of(node)[0]:
         if fake(source).dim() != whole.dim() or size_of(fake(source).shape[dim]) == 0:
@@ -231,7 +235,7 @@ def _pad(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 def _stack(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     whole = fake(node)
-    dim = _axis(node, argument(node, 1, "dim", 0), whole.dim())
+    dim = axis(node, argument(node, 1, "dim", 0), whole.dim())
     rest = (*coords[:dim], *coords[dim + 1 :])
     parts = [(sympy.Integer(i + 1), pull.cast(pull.at(source, rest), whole.dtype)) for i, source in enumerate(args_of(node)[0])]
     return _parts(pull, node, coords[dim], parts)
@@ -279,7 +283,7 @@ def _index_select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     source, dim, index = args_of(node)
     if not coords:  # of a tensor without dimensions only itself can be selected
         return pull.at(source, ())
-    dim = _axis(node, dim, len(coords))
+    dim = axis(node, dim, len(coords))
     at = (coords[dim],) if fake(index).dim() else ()
     return pull.at(
         source, (*coords[:dim], _from_index(pull, node, index, at, size_of(fake(source).shape[dim]), negative=False), *coords[dim + 1 :])
@@ -288,7 +292,7 @@ def _index_select(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
 
 def _gather(pull: Puller, node: fx.Node, coords: Coords) -> Expr:
     source, dim, index = args_of(node)[:3]
-    dim = _axis(node, dim, len(coords))
+    dim = axis(node, dim, len(coords))
     picked = _from_index(pull, node, index, coords, size_of(fake(source).shape[dim]), negative=False)
     return pull.at(source, (*coords[:dim], picked, *coords[dim + 1 :]))
 

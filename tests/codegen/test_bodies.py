@@ -123,6 +123,28 @@ def test_activations_after_a_linear(interpreter, dtype, name):
 
 
 @DTYPES
+@SYMBOLIC
+def test_parts_that_are_written(interpreter, dtype, symbolic):
+    """In a kernel of rows, before a linear and behind it."""
+
+    def turned(x, y):
+        y = y.clone()
+        y[..., :4] = y[..., 4:8] * 2
+        y[..., 9::2] = x[..., :4]
+        y[:, 0] = x[:, 1]
+        return y
+
+    def behind(y, x):
+        y = y.clone()
+        y[:, 0] = x[:, 1]
+        return y
+
+    inputs = randoms(dtype, (B, S, 16), (16, 16))
+    for function in (lambda x, w: turned(x, x) * w[:, 0], lambda x, w: behind(dsi.linear(turned(x, x), w), x)):
+        assert_kernel_computes(torch.func.functionalize(function), inputs, interpreter, (B, S) if symbolic else ())
+
+
+@DTYPES
 @pytest.mark.parametrize("place", ["beside", "least"])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_an_epsilon_that_is_not_under_the_root(interpreter, dtype, place, rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -415,6 +416,46 @@ def test_rolled_dimensions(shifts: tuple[int, ...], dims: tuple[int, ...]) -> No
     else:
         with pytest.raises(Refused, match="more than once round"):
             plan_region(body_of(lambda x: x.roll(shifts, dims) + x, [torch.randn(S, B)], (B, S)))
+
+
+def written(part: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A function that writes to a part of a copy."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        part(x, y)
+        return x * 2
+
+    return torch.func.functionalize(function)
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "a half": lambda x, y: x[:, :3].copy_(y[:, 3:]),
+    "what is read": lambda x, y: x[:, :3].mul_(x[:, 3:]),
+    "one row": lambda x, y: x[1].copy_(y[0]),
+    "the last row": lambda x, y: x[-1].copy_(x[0]),
+    "every second": lambda x, y: x[:, ::2].copy_(y[:, :3]),
+    "every third but the first": lambda x, y: x[:, 1::3].copy_(y[:, 4:]),
+    "from behind": lambda x, y: x[:, -2:].copy_(y[:, :2]),
+    "a number": lambda x, y: x[:, 2].fill_(7),
+    "one after another": lambda x, y: (x[1].copy_(y[0]), x[:, :3].add_(y[:, 1:4]), x[2, 1:].copy_(x[1, :5])),
+    "all": lambda x, y: x[:].copy_(y),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_parts_that_are_written(name: str, dynamic: bool) -> None:
+    check(written(WRITES[name]), [torch.randn(4, 6), torch.randn(4, 6)], (4,) if dynamic else ())
+
+
+def test_a_loop_of_writes_is_refused() -> None:
+    def loop(x: torch.Tensor, y: torch.Tensor) -> None:
+        for i in range(1, 12):
+            x[i].add_(x[i - 1])
+
+    with pytest.raises(Refused, match="writes into parts of one tensor"):
+        plan_region(body_of(written(loop), [torch.randn(12, 6), torch.randn(4, 6)]))
 
 
 def test_a_cache_written_alone() -> None:
