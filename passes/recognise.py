@@ -8,6 +8,7 @@ from dsi.patterns.rule import Rule
 from dsi.patterns.rules.attention import Attention
 from dsi.patterns.rules.attention_grouped import AttentionGrouped
 from dsi.patterns.rules.attention_one_head import AttentionOneHead
+from dsi.patterns.rules.attention_shared import AttentionShared
 from dsi.patterns.rules.embedding import Embedding
 from dsi.patterns.rules.gated import Gated
 from dsi.patterns.rules.gelu import Gelu
@@ -37,6 +38,7 @@ RULES: tuple[type[Rule], ...] = (
     Attention,
     AttentionGrouped,
     AttentionOneHead,
+    AttentionShared,
     RepeatedHeads,
     SymbolicHeads,
     LayerNormSpelled,

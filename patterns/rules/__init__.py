@@ -5,6 +5,7 @@ from dsi.patterns.rule import Rule
 from .attention import Attention
 from .attention_grouped import AttentionGrouped
 from .attention_one_head import AttentionOneHead
+from .attention_shared import AttentionShared
 from .cast_chain import CastChain
 from .cast_device import CastDevice
 from .embedding import Embedding
@@ -68,6 +69,7 @@ RULES: tuple[type[Rule], ...] = (
     Attention,
     AttentionGrouped,
     AttentionOneHead,
+    AttentionShared,
     CastChain,
     CastDevice,
     Embedding,

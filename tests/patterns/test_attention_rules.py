@@ -875,3 +875,23 @@ GROUPS = (randn(3, 3, 3, 3, 3), CUBE[0][..., :3].contiguous(), CUBE[1][..., :3].
 )
 def test_what_only_looks_like_heads_in_groups(fn):
     assert stages(fn, *GROUPS)[0] is None
+
+
+def shared(q, k, v, mask, bias=None):
+    scores = torch.einsum("bhid,bjd->bhij", q, k) * 0.5
+    scores = scores.masked_fill(mask, MIN) if mask.dtype == torch.bool else scores + mask if bias is None else (scores + bias) + mask
+    return torch.einsum("bhij,bjd->bhid", scores.softmax(-1, dtype=torch.float32).type(q.dtype), v)
+
+
+@pytest.mark.parametrize("terms", [(~KEEP,), (MASK,), (MASK, randn(H, 1, 1))], ids=["choice", "mask", "bias and mask"])
+def test_one_key_and_value_for_all_heads(terms):
+    node, _ = stages(shared, Q, K[:, 0].contiguous(), V[:, 0].contiguous(), *terms)
+    assert node is not None and node.args[1].meta["val"].shape == (B, 1, L, D)
+
+
+def test_rows_of_heads_that_are_named_otherwise_are_left():
+    def folded(q, k, v):  # each row of the product is a head of another query than the scores say
+        weights = (q.transpose(1, 2).reshape(B, S * H, D) @ k.mT).view(B, S, H, L).permute(0, 2, 1, 3).softmax(-1)
+        return (weights.reshape(B, H * S, L) @ v).view(B, H, S, DV)
+
+    assert stages(folded, Q, K[:, 0].contiguous(), V[:, 0].contiguous())[0] is None
