@@ -16,7 +16,7 @@ from .attention_decode import AttentionDecode
 from .builder import Builder, triton_type
 from .deferred import peeled
 from .devices import H200, Device
-from .grids import fitting
+from .grids import countable, fitting
 from .kernel import Choice, Kernel, Launch, LibraryCall, digest_of
 from .linear import Linear
 from .pointwise import HELPERS
@@ -37,6 +37,7 @@ def generate(spec: t.KernelSpec, choice: Choice | None = None, device: Device = 
     for tensor in (*spec.inputs, *spec.outputs):
         if tensor is not None:
             triton_type(tensor.dtype)
+    countable(spec.plan)
     picked = (choice,) if choice is not None else cost.choices(spec, device)
     return tuple(_kernel(spec, one, device) for one in picked)
 

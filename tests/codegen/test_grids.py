@@ -8,6 +8,7 @@ import torch
 from dsi.codegen import Choice, generate, grids
 from dsi.codegen.devices import H200
 from dsi.ir.analysis import kernel_spec, plan_region
+from dsi.ir.errors import Refused
 from dsi.ir.tolerances import disagreement
 
 from bench import audit
@@ -70,3 +71,20 @@ def test_attention_over_very_many_windows_compiles():
     assert len(kernel.launches[0].grid) == 1
     for found in audit.looked_at(spec, kernel, H200.capability):
         assert not found.problem, f"{found.problem}\n{kernel.source}"
+
+
+@pytest.mark.parametrize(
+    "function, sizes, what",
+    [
+        (lambda x: x + 1, [(2**31 + 8,)], "columns"),
+        (lambda x: x + 1, [(2**20, 2**12, 1)], "rows"),
+        (lambda x, w: dsi.linear(x, w, None), [(1, 16), (2**31, 16)], "columns"),
+        (attention, [(1, 1, 1, 16), (1, 1, 2**31, 16)], "keys"),
+    ],
+)
+def test_positions_beyond_32_bits_have_no_kernel(function, sizes, what):
+    """They would wrap around, and lie before the tensor."""
+    with torch.device("meta"):
+        inputs = [torch.empty(size, dtype=torch.float16) for size in sizes]
+    with pytest.raises(Refused, match=rf"^.*\d{{10}} {what} are more than a kernel counts in 32 bits"):
+        generate(spec_of(function, *inputs))
