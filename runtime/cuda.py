@@ -74,9 +74,8 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     if made and sizes is not None:
         with timed(context, "triton"):
             compile_ahead(made, sizes, device)
-    run: Boxed = program
-    if graphed:
-        run = GraphedProgram(program, example_inputs, static, written, context, CudaRecorder(device), program.needed)
+    graphs = GraphedProgram(program, example_inputs, static, written, context, CudaRecorder(device), program.needed) if graphed else None
+    run: Boxed = program.run if graphs is None else graphs
 
     # torch's own, without asking each time whether CUDA is there: the inputs of a call are.
     current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -89,7 +88,7 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
 
     call._boxed_call = True  # type: ignore[attr-defined]
     call.program = program  # type: ignore[attr-defined]
-    call.graphs = run if run is not program else None  # type: ignore[attr-defined]
+    call.graphs = graphs  # type: ignore[attr-defined]
     return call
 
 

@@ -1,7 +1,8 @@
 """Linear programs: the lowered graph as a list of steps over slots.
 
 A step reads slots, writes slots, and frees those that no later step reads. A region is one step where a kernel runs it; otherwise its
-members are steps of their own, run by their references. `print(program)` shows every step in order.
+members are steps of their own, run by their references. `print(program)` shows every step in order. What runs is one function, whose local
+variables are the slots.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dsi.ir.region import Region
 from torch import fx
 
 from .expand import attribute_of, expansion, in_place_writes, region_of, write_in_place
-from .region_step import RegionKernel, Run, define, never_empty, region_step
+from .region_step import RegionKernel, never_empty, region_step
 from .sizes import Environment, Sizes
 from .views import Views, as_strided
 
-CODE = "s[{}]"  # how a slot is written in a step's code
+CODE = "v{}"  # how a slot is written in a step's code
 # (region, fakes and SymInts of its inputs in the outer graph, sizes of the outer graph, whether it may start before the kernel before it
 # has ended) -> what runs it; None: its members, by references.
 Kernels = Callable[[Region, Sequence[Any], Sizes, bool], RegionKernel | None]
@@ -30,10 +31,10 @@ Kernels = Callable[[Region, Sequence[Any], Sizes, bool], RegionKernel | None]
 
 @dataclass
 class Step:
-    """One step: `run(slots, sizes)`, its text, the slots that it reads and writes, those that are free after it, and how much it launches
+    """One step: its code, a line each, its text, the slots that it reads and writes, those that are free after it, and how much it launches
     at most: one for an operator that is not ours; None where nobody says."""
 
-    run: Run
+    code: Sequence[str]
     text: str
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
@@ -54,19 +55,32 @@ class Program:
     slots: int = 0
     results: list[Any] = field(default_factory=list)  # slot numbers, or (value,) for a literal
     regions: list[tuple[Region, RegionKernel]] = field(default_factory=list)  # those that are one step, with what runs them, in order
+    scope: dict[str, Any] = field(default_factory=dict)  # what the code of the steps has names for
     _boxed_call: bool = True
 
+    def name(self, value: Any) -> str:
+        """A name for `value` in the code of steps."""
+        name = f"c{len(self.scope)}"
+        self.scope[name] = value
+        return name
+
     def finish(self) -> Program:
-        """Computes what each step frees. To be called once, after the last step was added."""
+        """Computes what each step frees, and makes the program's function. To be called once, after the last step was added."""
         kept = {result for result in self.results if isinstance(result, int)} | set(self.constants)
         last = {slot: number for number, step in enumerate(self.steps) for slot in (*step.reads, *step.writes)}
         for number, step in enumerate(self.steps):
             step.frees = tuple(sorted(slot for slot in {*step.reads, *step.writes} if last[slot] == number and slot not in kept))
-        self._template = [self.constants.get(slot) for slot in range(self.slots)]
-        # What the last step would free goes with all slots when the call returns.
-        self._plan = [(step.run, step.frees if step is not self.steps[-1] else ()) for step in self.steps]
-        self._picks = [result if isinstance(result, int) else self.slots + n for n, result in enumerate(self.results)]
-        self._template += [None if isinstance(result, int) else result[0] for result in self.results]
+        lines = [f"sizes = {self.name(self.sizes.bind)}(inputs)" if self.sizes.names else "sizes = ()"]
+        lines += [f"{''.join(f'{CODE.format(slot)}, ' for slot in range(self.inputs))} = inputs"] if self.inputs else []
+        lines += ["inputs.clear()", *(f"{CODE.format(slot)} = {self.name(value)}" for slot, value in self.constants.items())]
+        for step in self.steps:
+            lines += step.code
+            # What the last step would free goes with all slots when the call returns.
+            lines += [f"{' = '.join(map(CODE.format, step.frees))} = None"] if step.frees and step is not self.steps[-1] else []
+        results = [CODE.format(result) if isinstance(result, int) else self.name(result[0]) for result in self.results]
+        body = "".join(f"    {line}\n" for line in [*lines, f"return [{', '.join(results)}]"])
+        exec(f"def run(inputs):\n{body}", self.scope)
+        self.run: Callable[[list[Any]], list[Any]] = self.scope["run"]
         return self
 
     @property
@@ -82,15 +96,7 @@ class Program:
         return [step.launches for step in self.steps]
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        slots = self._template.copy()
-        slots[: self.inputs] = inputs
-        sizes = self.sizes.bind(inputs)
-        inputs.clear()
-        for run, frees in self._plan:
-            run(slots, sizes)
-            for slot in frees:
-                slots[slot] = None
-        return [slots[pick] for pick in self._picks]
+        return self.run(inputs)
 
     def __str__(self) -> str:
         width = len(str(len(self.steps)))
@@ -179,7 +185,6 @@ class _Builder:
             return
         self.copies = []
         function = function or expansion(node.target, self.table)
-        names: dict[str, Any] = {"function": function}
         reads: list[int] = []
 
         def written(value: Any, slot: str) -> str:
@@ -196,9 +201,7 @@ class _Builder:
                 return f"slice({', '.join(written(part, slot) for part in (value.start, value.stop, value.step))})"
             if value is None or type(value) in (bool, int, str):
                 return repr(value)
-            name = f"c{len(names)}"
-            names[name] = value
-            return name if slot == CODE else str(value)
+            return self.program.name(value) if slot == CODE else str(value)
 
         def call(slot: str) -> str:
             return ", ".join(
@@ -206,10 +209,10 @@ class _Builder:
             )
 
         slots[node] = self.slot()
-        run = define(f"s[{slots[node]}] = function({call(CODE)})", names)
+        code = f"{CODE.format(slots[node])} = {self.program.name(function)}({call(CODE)})"
         inside = f"[{region.name}] " if region is not None else ""
         text = f"{inside}%{slots[node]} = {'dsi.kv_write_' if function is write_in_place else _name(node.target)}({call('%{}')})"
-        self.program.steps.append(Step(run, text, tuple(reads), (slots[node],)))
+        self.program.steps.append(Step([code], text, tuple(reads), (slots[node],)))
 
     def view(self, node: fx.Node, slots: dict[fx.Node, Any], output: fx.Node, view: torch.Tensor) -> None:
         """Adds a view of a kernel's output, made of that whatever views lie between; nothing where these are all that read it."""
@@ -218,9 +221,9 @@ class _Builder:
         self.copies = []
         slots[node], base = self.slot(), slots[output]
         numbers = f"{tuple(view.shape)}, {view.stride()}, {view.storage_offset()}"
-        run = define(f"s[{slots[node]}] = as_strided(s[{base}], {numbers})", {"as_strided": as_strided})
+        code = f"{CODE.format(slots[node])} = {self.program.name(as_strided)}({CODE.format(base)}, {numbers})"
         text = f"%{slots[node]} = as_strided(%{base}, {numbers})"
-        self.program.steps.append(Step(run, text, (base,), (slots[node],), launches=0))
+        self.program.steps.append(Step([code], text, (base,), (slots[node],), launches=0))
 
     def copied_at_once(self, node: fx.Node) -> bool:
         """Whether a copy may be made together with others: of a kernel's result, which shares no memory with what any of them writes."""
@@ -254,8 +257,8 @@ class _Builder:
         def lists(slot: str) -> str:
             return ", ".join(f"[{', '.join(map(slot.format, side))}]" for side in sides)
 
-        run = define(f"copy({lists(CODE)})", {"copy": torch._foreach_copy_})
-        self.program.steps.append(Step(run, f"copy {lists('%{}')}", (*sides[0], *sides[1])))
+        code = f"{self.program.name(torch._foreach_copy_)}({lists(CODE)})"
+        self.program.steps.append(Step([code], f"copy {lists('%{}')}", (*sides[0], *sides[1])))
         slots[node] = into
 
     def region(self, region: Region, arguments: list[Any], node: fx.Node) -> list[Any]:
@@ -276,13 +279,15 @@ class _Builder:
         self.views.kernels.add(node)
         writes = [self.slot() for _ in region.outputs]
         foreign = {number for number, arg in enumerate(node.args) if isinstance(arg, fx.Node) and not self.ours(arg)}
-        run = region_step(region, kernel, ReferenceKernel(region), reads, writes, self.program.sizes, foreign)
+        variables = [[CODE.format(slot) for slot in some] for some in (reads, writes)]
+        sizes, name = self.program.sizes, self.program.name
+        code = region_step(region, kernel, ReferenceKernel(region), variables[0], variables[1], sizes, foreign, name)
         self.program.regions.append((region, kernel))
         tensors = [*values, *(output.meta["val"] for output in region.outputs)]
         self.begun |= not isinstance(kernel, ReferenceKernel) and all(map(never_empty, tensors))
         called = ", ".join(f"%{slot}" for slot in reads)
         text = f"{', '.join(f'%{slot}' for slot in writes)} = {region.name}({called})    # {kernel.describe()}"
-        self.program.steps.append(Step(run, text, tuple(reads), tuple(writes), launches=getattr(kernel, "launches", None)))
+        self.program.steps.append(Step(code, text, tuple(reads), tuple(writes), launches=getattr(kernel, "launches", None)))
         return list(writes)
 
     def ours(self, node: fx.Node) -> bool:

@@ -14,8 +14,6 @@ from dsi.ir.region import Region
 from .expand import in_place_writes
 from .sizes import Environment, Sizes, expression
 
-Run = Callable[[list[Any], Environment], None]
-
 
 class RegionKernel(Protocol):
     """What runs one region: reads `inputs`, fills `outputs` (fresh, cloned, or an input that is overwritten in place).
@@ -28,13 +26,6 @@ class RegionKernel(Protocol):
     def describe(self) -> str:
         """A few words for the printed program."""
         ...
-
-
-def define(statement: str, names: dict[str, Any]) -> Run:
-    """A step whose body is `statement`, over the slots `s` and the values of the size symbols, `sizes`."""
-    scope = dict(names)
-    exec(f"def run(s, sizes):\n    {statement}", scope)
-    return scope["run"]
 
 
 def cloned_inputs(region: Region) -> dict[int, int]:
@@ -50,26 +41,35 @@ def cloned_inputs(region: Region) -> dict[int, int]:
 
 
 def region_step(
-    region: Region, kernel: RegionKernel, body: RegionKernel, reads: list[int], writes: list[int], sizes: Sizes, foreign: set[int]
-) -> Run:
-    """Gathers a region's inputs, provides its outputs, and runs its kernel. A region with an empty tensor runs by `body` instead.
+    region: Region,
+    kernel: RegionKernel,
+    body: RegionKernel,
+    reads: Sequence[str],
+    writes: Sequence[str],
+    sizes: Sizes,
+    foreign: set[int],
+    name: Callable[[Any], str],
+) -> list[str]:
+    """Lines of code that provide a region's outputs, the variables `writes`, and run its kernel on its inputs, the variables `reads`, and
+    the values of the size symbols, `sizes`. A region with an empty tensor runs by `body` instead.
 
-    `foreign` numbers the inputs that operators make which are not ours: they may come in another layout than their fakes state.
+    `foreign` numbers the inputs that operators make which are not ours: they may come in another layout than their fakes state. `name`
+    gives what the code may call a value.
     """
     in_place_writes(region)  # raises if what lowering allowed cannot be
     clones = cloned_inputs(region)
-    names: dict[str, Any] = {"kernel": kernel, "body": body, "lay_out": _lay_out}
 
     def number(of: Sequence[Any]) -> str:
         """Sizes as source text: the tuple itself, or a call that computes it."""
         compiled = sizes.compile(*of)
-        name = f"c{len(names)}"
-        names[name] = compiled
-        return name if isinstance(compiled, tuple) else f"{name}(*sizes)"
+        return repr(compiled) if isinstance(compiled, tuple) else f"{name(compiled)}(*sizes)"
 
-    lines = [f"i = [{', '.join(f's[{slot}]' for slot in reads)}]"]
+    reads, lines = list(reads), []
     values = [node.meta["val"] for node in region.inputs]
-    lines += [f"lay_out(i, {n}, {number(values[n].stride())})" for n in sorted(foreign) if isinstance(values[n], torch.Tensor)]
+    moved = [n for n in sorted(foreign) if isinstance(values[n], torch.Tensor)]
+    for n in moved:
+        lines.append(f"moved{n} = {name(_laid_out)}({reads[n]}, {number(values[n].stride())})")
+        reads[n] = f"moved{n}"
     for n, node in enumerate(region.outputs):
         value, overwritten = node.meta["val"], region.in_place.get(n)
         if overwritten is not None:
@@ -77,30 +77,23 @@ def region_step(
                 raise DsiInternalError(
                     f"output {n} of region {region.name} may not overwrite input {overwritten}, which lies otherwise in memory"
                 )
-            lines.append(f"o{n} = i[{overwritten}]")
+            lines.append(f"{writes[n]} = {reads[overwritten]}")
             continue
-        base = clones.get(n)
-        copied = "" if base is None else f".copy_(i[{base}])"
-        allocate = getattr(kernel, "allocate", None)
-        names[f"new{n}"] = allocate or functools.partial(_empty, value.device)
-        names[f"dtype{n}"] = value.dtype
-        lines.append(f"o{n} = new{n}({number(value.shape)}, {number(value.stride())}, dtype{n}){copied}")
-    outputs = f"[{', '.join(f'o{n}' for n in range(len(writes)))}]"
-    maybe_empty = [f"i[{n}].numel() == 0" for n, value in enumerate(values) if not never_empty(value)]
-    maybe_empty += [f"o{n}.numel() == 0" for n, node in enumerate(region.outputs) if not never_empty(node.meta["val"])]
-    if maybe_empty:
-        lines.append(f"(body if {' or '.join(maybe_empty)} else kernel)(i, {outputs}, sizes)")
-    else:
-        lines.append(f"kernel(i, {outputs}, sizes)")
-    return define("\n    ".join([*lines, *(f"s[{slot}] = o{n}" for n, slot in enumerate(writes))]), names)
+        copied = f".copy_({reads[clones[n]]})" if n in clones else ""
+        new = name(getattr(kernel, "allocate", None) or functools.partial(_empty, value.device))
+        lines.append(f"{writes[n]} = {new}({number(value.shape)}, {number(value.stride())}, {name(value.dtype)}){copied}")
+    given = f"([{', '.join(reads)}], [{', '.join(writes)}], sizes)"
+    maybe_empty = [f"{reads[n]}.numel() == 0" for n, value in enumerate(values) if not never_empty(value)]
+    maybe_empty += [f"{writes[n]}.numel() == 0" for n, node in enumerate(region.outputs) if not never_empty(node.meta["val"])]
+    called = name(kernel)
+    lines.append(f"({name(body)} if {' or '.join(maybe_empty)} else {called}){given}" if maybe_empty else f"{called}{given}")
+    return [*lines, *(f"moved{n} = None" for n in moved)]
 
 
-def _lay_out(inputs: list[Any], number: int, stride: tuple[int, ...]) -> None:
-    """Gives an input the strides that its fake has. A kernel that believed the fake would read the wrong elements."""
-    tensor = inputs[number]
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """An input with the strides that its fake has. A kernel that believed the fake would read the wrong elements."""
     same = all(size == 1 or have == want for size, have, want in zip(tensor.shape, tensor.stride(), stride, strict=True))
-    if not same:
-        inputs[number] = tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+    return tensor if same else tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
 def never_empty(value: Any) -> bool:
