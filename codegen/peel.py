@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from dsi.ir import tile as t
 
 from .builder import Block
 from .deferred import unconditional
@@ -25,8 +24,7 @@ def first_rows(products: Products, statistics: Bases) -> None:
     """Asks for the rows of the step."""
     printer = products.x_printer = products.step_printer(products.outer(statistics), statistics)
     printer.expect([products.x])
-    digits = [t.Load(number, (t.R, t.K), torch.int8) for number in products.given_inputs] if products.digits else []
-    for load in digits or unconditional([products.x]):
+    for load in unconditional([products.x]) if products.digits is None else products.digits.loads:
         text = printer.load(load, raw=True)  # converted where it is used, so that no one waits for it here
         products.first_x[text.code] = load.dtype
 

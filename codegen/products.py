@@ -22,6 +22,7 @@ from .behind import Behind
 from .builder import Block, triton_type
 from .columns import Columns
 from .deferred import constant, peeled, unconditional
+from .digit_products import Digits, joined
 from .integers import normalise
 from .peel import first_rows, first_step
 from .printer import Printer, Tile, unrounded
@@ -48,13 +49,8 @@ class Products:
         self.straight = self.span.is_Integer and int(self.span) <= self.choice.block_k
         self.first: Tiles = {}  # the tiles loaded ahead
         self.first_x: dict[str, torch.dtype] = {}  # what a peeled step has loaded of the rows
-        self.digits = linear.given is not None and linear.given.unit is not None
-        self.beside = linear.given is not None and linear.given.beside
-        self.r_digits = ""  # the rows of the operand that holds both digits
+        self.digits = Digits(self, linear.given) if linear.given is not None and linear.given.unit is not None else None
         self.words = linear.given is not None and bool(linear.given.words)
-        self.given_names = () if linear.given is None else linear.given.names
-        self.given_inputs = () if linear.given is None else linear.given.inputs
-        self.whole_sums: dict[tuple[int, int], list[str]] = {}  # sums of integers, a digit each, that become one in the end
         self.k0, self.current = "", ""  # in the loop: the first element of a step, its positions
         self.k = ""  # the block variable of the first step, where it is written already
         self.x_printer: Printer | None = None  # what prints x of a step that has no loop around it: the only one, or the first, peeled
@@ -121,17 +117,11 @@ class Products:
             self.behind.finish(sums)
             return sums
         along = 1 if self.linear.single else 2
-        for key, digits in self.whole_sums.items():
-            if self.beside:
-                (both,), digits = digits, [self.builder.names.new(f"{sums[key]}_{digit}") for digit in ("high", "low")]
-                apart = f"tl.permute(tl.reshape({both}, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1))"
-                self.body.line(f"{', '.join(digits)} = tl.split({apart})")
-            if self.words:  # whole numbers as long as possible: they need no conversion, and their sum is exact
-                for digit in digits:
-                    self.body.line(f"{digit} = tl.sum({digit}, {along})")
-            self.body.line(f"{sums[key]} = {self.joined(digits)}")
+        whole = {} if self.digits is None else self.digits.sums
+        if self.digits is not None:
+            self.digits.finish(sums, along if self.words else None)
         for key, name in sums.items():
-            if self.schedule == "gemv" and not (self.words and key in self.whole_sums):
+            if self.schedule == "gemv" and not (self.words and key in whole):
                 self.body.line(f"{name} = tl.sum({name}, {along})")
             elif self.schedule == "skinny":
                 self.body.line(f"{name} = tl.trans({name})")
@@ -149,18 +139,15 @@ class Products:
     def zeros(self) -> Sums:
         """The accumulators, all zero."""
         sums: Sums = {}
-        if self.beside:
-            self.name_digit_rows()
+        if self.digits is not None:
+            self.digits.name_rows()
         shape = self.shape()
         for number, window in enumerate(self.segment.windows):
             for part in range(self.columns.parts):
                 suffix = f"_{part}" if self.columns.parts > 1 else ""
                 sums[(number, part)] = self.builder.names.new(f"sum_{self.spec.inputs[window.weight].name}{suffix}")
-                if self.digits and window.scale is not None and not window.scale.group:
-                    digits = [self.builder.names.new(f"{sums[(number, part)]}_{digit}") for digit in self.given_names]
-                    self.whole_sums[(number, part)] = digits
-                    for digit in digits:
-                        self.body.line(f"{digit} = tl.zeros({'[BLOCK_N, 2 * BLOCK_M]' if self.beside else shape}, tl.int32)")
+                if self.digits is not None and window.scale is not None and not window.scale.group:
+                    self.digits.zeros((number, part), sums[(number, part)], shape)
                     continue
                 if self.behind is None or not self.straight:
                     self.body.line(f"{sums[(number, part)]} = tl.zeros({shape}, tl.float32)")
@@ -345,11 +332,11 @@ class Products:
         skinny, block = self.schedule == "skinny", printer.block
         whole = frozenset((0, 1))
         # Scales that change within a step multiply the weights, which then need fp32.
-        exact = not self.digits and any(w.scale is not None and not within_step(w.scale, self.choice.block_k) for w in self.segment.windows)
-        if self.digits:
-            loads = [t.Load(number, (t.R, t.K), torch.int8) for number in self.given_inputs]
-            digits = self.digit_printer(block, k) if self.beside else printer
-            left = [digits.load(load, raw=True).code for load in loads]
+        exact = self.digits is None and any(
+            w.scale is not None and not within_step(w.scale, self.choice.block_k) for w in self.segment.windows
+        )
+        if self.digits is not None:
+            left = self.digits.operands(printer, block, k)
         elif self.plan.activations:
             # Whole numbers up to 127, which every dtype of an operand holds.
             whole_rows = rounded_rows(printer, self.rows(printer, wide=True), f"{self.linear.step}[:, None]")
@@ -368,7 +355,7 @@ class Products:
             grouped = window.scale is not None and window.scale.group
             if exact and grouped:
                 w = f"({scaled(self, block, self.weight_printer(block, part), window, part, w, self.step_start())})"
-            elif not self.digits and (window.scale is not None or exact):
+            elif self.digits is None and (window.scale is not None or exact):
                 w = f"{w}.to({'tl.float32' if exact else triton_type(self.plan.x_dtype)})"
 
             def dot(rows: str, more: str, w: str = w) -> str:
@@ -377,36 +364,13 @@ class Products:
             if grouped and not exact:
                 scale = step_scale(self, block, window, part, self.step_start())
                 products = [dot(rows, ", out_dtype=tl.int32" if self.digits else precision) for rows in left]
-                product = products[0] if not self.digits else self.joined([f"({p})" for p in products])
+                product = products[0] if self.digits is None else joined([f"({p})" for p in products])
                 block.line(f"{name} += {product} * {scale}")
-            elif self.digits:
-                for digit, rows in zip(self.whole_sums[(number, part)], left, strict=True):
+            elif self.digits is not None:
+                for digit, rows in zip(self.digits.sums[(number, part)], left, strict=True):
                     block.line(f"{digit} = {dot(rows, f', {digit}, out_dtype=tl.int32')}")
             else:
                 block.line(f"{name} = {dot(left[0], f', {name}{precision}')}")
-
-    def name_digit_rows(self) -> None:
-        """Names the rows of the operand that holds both digits: those of a block's high digits, then those of its low ones."""
-        self.r_digits = self.builder.names.new("r_digits")
-        each = "tl.arange(0, 2 * BLOCK_M)"
-        first = "" if self.linear.one_block else f"tl.program_id({self.linear.row_axis}) * BLOCK_M + "
-        self.body.line(f"{self.r_digits} = ({first}{each} % BLOCK_M) * 2 + {each} // BLOCK_M")
-        if self.linear.row_mask:
-            self.builder.names.new(f"{self.r_digits}_in")
-            size = Printer(self.builder, self.body, Tile((), {})).integer(normalise(2 * sympy.sympify(self.plan.rows)), 1)
-            self.body.line(f"{self.r_digits}_in = {self.r_digits} < {size}")
-
-    def digit_printer(self, block: Block, k: str) -> Printer:
-        """What prints both digits of the rows at step `k`."""
-        tile = self.linear.tile("rk", {"r": self.r_digits, "k": k}, ("k",) if self.mask_needed() else ())
-        tile.shape = ("2 * BLOCK_M", "BLOCK_K")
-        tile.limits[t.R] = tuple(2 * limit for limit in tile.limits[t.R])
-        return Printer(self.builder, block, tile, Printer(self.builder, self.body, self.linear.tile_without(tile)))
-
-    def joined(self, products: list[str]) -> str:
-        """The sums of digits, highest first, as one in fp32."""
-        wide = [f"{product}.to(tl.float32)" for product in products]
-        return wide[0] if len(wide) == 1 else f"({wide[0]} * 256.0 + {wide[1]})"
 
     def step_start(self) -> str:
         """Source of the first element of the current step."""

@@ -84,15 +84,15 @@ def scaled(products: Products, block: Block, right: Printer, window: t.WeightWin
 
 def word_step(products: Products, printer: Printer, tiles: Tiles, sums: Sums) -> None:
     """One step of products of words."""
-    given, block = products.linear.given, printer.block
-    assert given is not None
+    digits, block = products.digits, printer.block
+    assert digits is not None
     products.builder.use("dot16")
     products.builder.constants["DP4A"] = True
-    left = [printer.load(t.Load(number, (t.R, t.K), torch.int32), raw=True).code for number in given.inputs]
+    left = [printer.load(t.Load(number, (t.R, t.K), torch.int32), raw=True).code for number in digits.given.inputs]
     for (number, part), (w, _) in tiles.items():
-        digits = products.whole_sums.get((number, part))
-        if digits is not None:
-            for digit, rows in zip(digits, left, strict=True):
+        whole = digits.sums.get((number, part))
+        if whole is not None:
+            for digit, rows in zip(whole, left, strict=True):
                 block.line(f"{digit} = dot16({w}, {rows}, {digit}, DP4A)")
             continue
         parts = [f"dot16({w}, {rows}, 0, DP4A)" for rows in left]
