@@ -13,6 +13,8 @@ from dsi.ir.context import Report
 from dsi.ir.errors import Refusal
 from dsi.ir.region import Region
 
+from .figures import launches_noted
+
 if TYPE_CHECKING:
     from .record import GraphRecord
 
@@ -54,7 +56,7 @@ class Explanation:
     def notes(self) -> list[str]:
         """What a user should know: what is in no graph, graphs stepped aside from, copies of whole caches, fallbacks, weights to be laid
         out."""
-        notes = list(dict.fromkeys([*self.breaks, *(n for g in self.graphs for n in g.notes)]))
+        notes = list(dict.fromkeys([*self.breaks, *(n for g in self.graphs for n in (*g.notes, *launches_noted(g)))]))
         if across := self.across:
             count = f"{len(across)} weights ({across[0]}, …) are" if len(across) > 1 else f"the weight {across[0]} is"
             notes.append(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from dsi.codegen import cost
 from dsi.codegen.devices import H200, Device
+from dsi.codegen.few_launches import launches_spared, note
+from dsi.ir.context import Report
 from dsi.ir.errors import Refused
 from dsi.ir.region import Region
 from dsi.ir.tile import KernelSpec
@@ -65,6 +67,14 @@ def figures_of(region: Region, device: Device) -> Figures | None:
     """Figures of the variant that takes any number of rows (or the region's very number)."""
     found = variants(region, device)
     return found[-1] if found else None
+
+
+def launches_noted(report: Report) -> list[str]:
+    """What a user should know of launches that a graph is spared on a GPU; [] where none are."""
+    if report.unfused or report.custom:
+        return []  # who knows how long the device needs for these
+    spared = launches_spared([region.spec for region in report.regions], this_device())
+    return [note(spared)] if spared else []
 
 
 def _figures(region: Region, choice: cost.Choice, device: Device) -> Figures:

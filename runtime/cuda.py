@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from dsi.codegen.devices import Device, find_device
-from dsi.codegen.few_launches import host_bound
+from dsi.codegen.few_launches import host_bound, note
 from dsi.ir.context import Context
 from dsi.ir.errors import Refusal
 from dsi.ir.region import Region
@@ -66,10 +66,7 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
     if graphed and few:  # one launch of the host's for all of them
         program, made = built(False)
     elif spared := launches_spared(program):
-        context.report.notes.append(
-            f"the device should need less for the kernels of a call than the host: {spared} launches are spared, by kernels that alone are "
-            "not the fastest"
-        )
+        context.report.notes.append(note(spared))
     sizes = sizes_now(program.sizes, example_inputs)
     if made and sizes is not None:
         with timed(context, "triton"):
