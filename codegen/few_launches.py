@@ -66,8 +66,8 @@ def launches_spared(specs: Sequence[t.KernelSpec | None], device: Device) -> int
 def note(spared: int) -> str:
     """What a report says of it."""
     return (
-        "the kernels of a call should take a GPU less than launching them takes the host; launches spared by kernels that alone are not the "
-        f"fastest, where a call is not recorded: {spared}"
+        "the kernels of a call should take a GPU less than launching them takes the host; launches spared by kernels that alone are not "
+        f"the fastest, where a call is not recorded: {spared}"
     )
 
 
