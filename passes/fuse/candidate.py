@@ -43,14 +43,17 @@ def make_candidate(
     escapes: Mapping[fx.Node, list[fx.Node]],
     outside_views: frozenset[fx.Node],
     parts_of: Callable[[fx.Node], frozenset[fx.Node]],
+    whole: frozenset[fx.Node] = frozenset(),
 ) -> Candidate:
     """The candidate of `members` (core nodes), of which the outside reads `escapes` (member -> the views of it that are read).
 
     Views of inputs are taken in, but for those in `outside_views`, which become inputs themselves, as do
-    `parts_of(value)`, the views that the region of an input stores instead of the whole.
+    `parts_of(value)`, the views that the region of an input stores instead of the whole. Of members in `whole` all is stored.
     """
     inside = set(members)
-    outputs = [o for m in sorted(escapes, key=flow.position.__getitem__) for o in outputs_of(flow, m, escapes[m])]
+    outputs = [
+        o for m in sorted(escapes, key=flow.position.__getitem__) for o in ([Output(m)] if m in whole else outputs_of(flow, m, escapes[m]))
+    ]
     taken: set[fx.Node] = set()
     borders: set[fx.Node] = set()
     stack = [a for m in inside for a in m.all_input_nodes] + [o.node for o in outputs]

@@ -22,6 +22,7 @@ class Piece:
     members: set[fx.Node]
     plan: Plan | None = None
     outside_views: frozenset[fx.Node] = frozenset()
+    whole: frozenset[fx.Node] = frozenset()  # members of which all is stored although parts would do: no plan stores those parts
     span: tuple[int, int] | None = None  # places of the first and the last member, where they are known
 
     @property

@@ -26,17 +26,29 @@ def place_anchors(flow: Flow, partition: Partition, legal: Callable[[Piece], Ref
                 continue
         piece = Piece(kind, [node], {node})
         partition.add(piece)
-        if refusal := legal(piece):
+        if refusal := _place(piece, node, legal):
             partition.remove(piece)
             flow.refuse(node, refusal)
         elif kind == "linear":
             same.append(piece)
 
 
+def _place(piece: Piece, anchor: fx.Node, legal: Callable[[Piece], Refusal | None]) -> Refusal | None:
+    """Plan `piece` with `anchor`: with the parts of it that are read stored, or with all of it where those are not (a few of its rows)."""
+    refusal = legal(piece)
+    if refusal is not None:
+        before = piece.whole
+        piece.whole = before | {anchor}
+        if legal(piece) is None:
+            return None
+        piece.whole = before
+    return refusal
+
+
 def _joins(partition: Partition, piece: Piece, node: fx.Node, legal: Callable[[Piece], Refusal | None]) -> bool:
     """Add the linear `node` to the group `piece` if no path runs between them and the group can still be planned."""
     with partition.trying(piece, [node]) as trial:
-        if partition.convex(piece) and legal(piece) is None:
+        if partition.convex(piece) and _place(piece, node, legal) is None:
             trial.keep()
             piece.anchors.append(node)
     return trial.kept

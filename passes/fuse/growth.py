@@ -45,12 +45,12 @@ class Grower:
     # ------------------------------------------------------------------------------------------------------------- legality
 
     def candidate(self, piece: Piece) -> Candidate:
-        return make_candidate(self.flow, piece.members, self.partition.escapes(piece), piece.outside_views, self._parts)
+        return make_candidate(self.flow, piece.members, self.partition.escapes(piece), piece.outside_views, self._parts, piece.whole)
 
     def _parts(self, node: fx.Node) -> frozenset[fx.Node]:
         """The views of `node` that its piece stores instead of `node`."""
         piece = self.partition.provider.get(node)
-        if piece is None:
+        if piece is None or node in piece.whole:
             return frozenset()
         return frozenset(o.node for o in outputs_of(self.flow, node, self.partition.outside_uses(piece, node)) if o.fresh)
 

@@ -85,6 +85,16 @@ def test_rule_3_other_rows_and_columns_make_another_region():
     assert labels(ctx) == ["relu", "tanh"]
 
 
+def test_rule_3_a_linear_of_which_some_rows_are_read_is_stored_whole():
+    def f(x, g, w, v):
+        y = D.linear(D.rms_norm(x, g, eps=1e-5), w)
+        return D.linear(torch.relu(y[:, 1:]), v), y[:, 0]
+
+    _, ctx = fused(f, x3(), torch.randn(WIDTH), weight(32, WIDTH), weight(WIDTH, 32))
+    assert labels(ctx) == ["rms_norm + linear", "relu + linear"]
+    assert not ctx.report.unfused
+
+
 # ------------------------------------------------------------------------------------------------------------------------ rule 4
 
 
