@@ -15,7 +15,7 @@ from .kernels import KernelSet, load, symbol_values
 from .launcher import GROUPS, Launcher, current_stream
 from .library import LibraryStep
 from .sizes import Environment, Sizes, expression
-from .workspaces import ScratchMemory, allocator
+from .workspaces import ScratchMemory, allocator, together
 
 
 class GeneratedKernel:
@@ -113,6 +113,7 @@ class _Variant:
         self.kernel = kernel
         self.max_rows = kernel.max_rows
         self._workspaces = [ScratchMemory(space, sizes.compile(_over(space.size, symbols)), device) for space in kernel.workspaces]
+        self._scratch = together(self._workspaces)
         module, able = load(kernel, disk), programmatic(device)
 
         def step(number: int, launch: Launch | LibraryCall) -> _Launch | LibraryStep:
@@ -129,7 +130,7 @@ class _Variant:
     run: Callable[..., Any]
 
     def _run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
-        workspaces = [workspace(sizes) for workspace in self._workspaces]
+        workspaces = self._scratch(sizes)
         for run in self._runs:
             run(inputs, outputs, sizes, workspaces)
 

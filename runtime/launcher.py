@@ -121,6 +121,12 @@ class Launcher:
             "kinds": kinds,
             "hooked": hooked,
         }
+        told, hooks = "hooked()", _hooks()
+        if all(isinstance(getattr(hook, "calls", None), list) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)):
+            # What `hooked` looks at, without a call: chains of hooks, which are the ones that were there and have none.
+            scope |= {"hooks": hooks, "enter": hooks.launch_enter_hook, "leave": hooks.launch_exit_hook}
+            same = "hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave and not enter.calls and not leave.calls"
+            told = f"not ({same}) and hooked()"
         if grid is not None:
             scope |= {"grid": grid, "integers": integers, "usual": (None, kinds(integers)) if counted else None}
             usual = "usual"
@@ -137,7 +143,7 @@ class Launcher:
             *reads,
             f"key = {key}",
             "found = compiled.get(key)",
-            "if found is None or hooked():",
+            f"if found is None or {told}:",
             f"    return first(key, grid, {', '.join(GROUPS)})",
             *(["x, y, z = (*grid, 1, 1)[:3]"] if grid is None else []),
             "if found[3]:",

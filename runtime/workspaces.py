@@ -7,7 +7,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -144,6 +144,11 @@ class ScratchMemory:
             self._spare[size] = done(self._made(size))  # it is used wherever the capture will be replayed
         return found
 
+    @property
+    def lasting(self) -> bool:
+        """Whether each stream of a thread has one tensor for good."""
+        return self.kept and isinstance(self.size, tuple)
+
     def _made(self, size: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device) if self.zeroed else self._allocate(size, (1,), self.dtype)
 
@@ -160,3 +165,25 @@ class ScratchMemory:
             self._captured[key] = spare
             _owned.append(spare)
         return self._captured[key]
+
+
+def together(memories: Sequence[ScratchMemory]) -> Callable[[Environment], list[torch.Tensor]]:
+    """What gives the scratch memory of one kernel at certain sizes: where each of it lasts, found by one look."""
+    each = list(memories)
+    if not each or not all(memory.lasting for memory in each):
+        return lambda sizes: [memory(sizes) for memory in each]
+    local = threading.local()
+    stream, capturing = watches(each[0].device)
+
+    def find(sizes: Environment) -> list[torch.Tensor]:
+        kept: dict[Any, list[torch.Tensor]] = local.__dict__
+        if _recording.used is not None or capturing():
+            kept.clear()  # a capture takes what was made for it: the next call is to make another
+            return [memory(sizes) for memory in each]
+        key = stream()
+        found = kept.get(key)
+        if found is None:
+            found = kept[key] = [memory(sizes) for memory in each]
+        return found
+
+    return find

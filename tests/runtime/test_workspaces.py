@@ -11,7 +11,7 @@ import sympy
 import torch
 from dsi.codegen.kernel import Workspace
 from dsi.runtime import workspaces
-from dsi.runtime.workspaces import ScratchMemory, allocator, recording
+from dsi.runtime.workspaces import ScratchMemory, allocator, recording, together
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,23 @@ def test_two_threads_have_counters_of_their_own(now):
     thread.start()
     thread.join()
     assert memory(()) is not found[0]
+
+
+def test_what_lasts_is_found_by_one_look_and_is_what_each_memory_keeps(now):
+    each = [counters(), ScratchMemory(Workspace(sympy.Integer(8), "float32"), (8,), CPU)]
+    find = together(each)
+    first = find(())
+    assert find(()) is first and all(one is memory(()) for one, memory in zip(first, each, strict=True))
+    now.stream = 2
+    assert all(one is not other and one is memory(()) for one, other, memory in zip(find(()), first, each, strict=True))
+    now.stream, now.capturing = 1, True
+    assert all(one is not other for one, other in zip(find(()), first, strict=True))
+    with recording(1) as used:
+        assert all(one is other for one, other in zip(find(()), first, strict=True))
+        assert len(used) == 2
+    now.capturing = False
+    large = together([*each, ScratchMemory(Workspace(sympy.Integer(1 << 20), "float32"), (1 << 20,), CPU)])
+    assert large(())[2] is not large(())[2] and large(())[:2] == first
 
 
 @pytest.mark.parametrize("size, sizes", [((1 << 20,), ()), (lambda n: (n,), (8,))], ids=["large", "of several sizes"])
@@ -135,6 +152,19 @@ def test_somebody_elses_recording_gets_one_made_before(capture, now):
     assert memory(()) is kept  # and there is a spare one again
     capture(8)
     assert memory(()) is not first and memory(()) is memory(())
+
+
+def test_each_of_several_captures_gets_one_made_in_a_call_before_it(capture):
+    memory = counters()
+    find, given = together([memory]), []
+    for number in (7, 8):
+        find(())
+        spare = memory._spare[(4,)]
+        capture(number)
+        given.append(find(())[0])
+        assert given[-1] is spare
+        capture(None)
+    assert given[0] is not given[1]
 
 
 def test_a_recording_without_a_call_before_fills_its_own(capture):
