@@ -33,7 +33,7 @@ def host_bound(specs: Sequence[t.KernelSpec | None], device: Device) -> bool:
             return False
         try:
             seconds += sum(cost.predict(spec, choice, device) for choice in cost.choices(spec, device))
-        except Refused:
+        except (Refused, NotImplementedError):
             return False
         if seconds > HOST_CALL:
             return False
