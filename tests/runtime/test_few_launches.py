@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import dsi.runtime.kernels as kernels
@@ -11,6 +12,7 @@ from dsi.codegen import cost
 from dsi.codegen.devices import H200
 from dsi.codegen.few_launches import DEARER, host_bound, in_one_launch
 from dsi.compiler.observe import collecting
+from dsi.runtime import cuda
 from dsi.runtime.cuda import generated_kernels, launches_spared, waits_for_the_host
 from dsi.runtime.kernels import keep, kernels_for
 from dsi.runtime.program import build
@@ -97,6 +99,35 @@ def test_views_of_results_take_no_time_and_a_region_without_a_kernel_takes_nobod
     assert waits_for_the_host(gm, H200)
     assert not host_bound([outer.regions[0].spec, None], H200)
     assert not host_bound([], H200)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU that is not there: programs are made for it, of tensors without memory."""
+    made = cuda.generated_kernels
+    monkeypatch.setattr(cuda, "generated_kernels", lambda context, device, *more: made(context, "meta", *more))
+    monkeypatch.setattr(cuda, "compile_ahead", lambda *given: None)
+    monkeypatch.setattr(cuda, "why_not_graphed", lambda *given: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+
+
+def test_what_is_launched_kernel_by_kernel_has_few_launches_and_what_is_recorded_the_fastest(device):
+    outer, gm = normed(layers=3)
+    context = outer.context()
+    call = cuda.compile_cuda(gm, outer.fakes, context)
+    assert call.program.launches == [1, 1, 1] and call.graphs is None
+    assert [note for note in context.report.notes if "where a call is not recorded: 3" in note]
+    context = outer.context(mode="reduce-overhead")
+    call = cuda.compile_cuda(gm, outer.fakes, context)  # one launch of the host's for all of them
+    assert call.program.launches == [2, 2, 2] and call.graphs is not None and context.report.notes == []
+    outer, gm = normed(layers=1)
+    context = outer.context(mode="reduce-overhead")
+    call = cuda.compile_cuda(gm, outer.fakes, context)
+    assert call.program.launches == [1] and call.graphs is None
+    (why, spared) = context.report.notes
+    assert "every kernel is launched by itself" in why and "where a call is not recorded: 1" in spared
 
 
 @pytest.mark.gpu
