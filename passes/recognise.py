@@ -23,6 +23,7 @@ from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.relu import Relu
 from dsi.patterns.rules.repeated_heads import RepeatedHeads
 from dsi.patterns.rules.rms_norm import RmsNorm
+from dsi.patterns.rules.rms_norm_behind import RmsNormBehind
 from dsi.patterns.rules.rms_norm_fused import RmsNormFused
 from dsi.patterns.rules.rms_norm_length import RmsNormLength
 from dsi.patterns.rules.rope import Rope
@@ -50,6 +51,7 @@ RULES: tuple[type[Rule], ...] = (
     LinearBatched,
     LinearOfOne,
     Linear,
+    RmsNormBehind,
     Gelu,
     Silu,
     Relu,

@@ -35,6 +35,7 @@ from .regrouped_term import RegroupedTerm
 from .relu import Relu
 from .repeated_heads import RepeatedHeads
 from .rms_norm import RmsNorm
+from .rms_norm_behind import RmsNormBehind
 from .rms_norm_fused import RmsNormFused
 from .rms_norm_length import RmsNormLength
 from .rope import Rope
@@ -102,6 +103,7 @@ RULES: tuple[type[Rule], ...] = (
     Relu,
     RepeatedHeads,
     RmsNorm,
+    RmsNormBehind,
     RmsNormFused,
     RmsNormLength,
     Rope,

@@ -65,6 +65,15 @@ def rms(x, w, eps=1e-6, dim=-1):
 case("rms: plain", {"rms_norm": 1}, X, W)(rms)
 case("rms: weight first", {"rms_norm": 1}, X, W)(lambda x, w: w * (torch.rsqrt(1e-6 + (x * x).mean(-1, keepdim=True)) * x))
 case("rms: divided", {"rms_norm": 1}, X, W)(lambda x, w: x / torch.sqrt((x * x).mean(2, True) + 1e-6) * w)
+case("rms: behind its linear", {"rms_norm_behind": 1}, X, randn(4, 10))(
+    lambda x, w: F.linear(x, w) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+)
+case("rms: of another value, behind a linear", {"rms_norm_behind": 0}, X, randn(10, 10))(
+    lambda x, w: F.linear(x, w) * torch.rsqrt(x.tanh().square().mean(-1, keepdim=True) + 1e-6)
+)
+case("rms: behind a linear in half precision", {"rms_norm_behind": 0}, X.to(BF), randn(4, 10, dtype=BF))(
+    lambda x, w: F.linear(x, w) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+)
 case("rms: power", {"rms_norm": 1}, X, W)(lambda x, w: x * torch.pow((x * x).mean(2, True) + 1e-6, -0.5) * w)
 case("rms: no weight", {"rms_norm": 1}, X)(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 case("rms: 1 + weight", {"rms_norm": 1}, X, W)(lambda x, w: rms(x, 1.0 + w))
