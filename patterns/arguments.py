@@ -79,8 +79,8 @@ class Arguments:
         if not _repeatable(a.target) or _written_between(a, b):
             return False
         ours, theirs = self.of(a), self.of(b)
-        known = a.target in _COMPARISONS  # of a constant without dimensions, by its number
-        return all(self.equal(*((_number(x) for x in (v, theirs[k])) if known else (v, theirs[k])), depth - 1) for k, v in ours.items())
+        number = _number if a.target in _COMPARISONS else lambda x: x  # of a constant without dimensions, by its number
+        return all(self.equal(number(v), number(theirs[k]), depth - 1) for k, v in ours.items())
 
 
 def _repeatable(target: Any) -> bool:
