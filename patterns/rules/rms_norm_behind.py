@@ -20,4 +20,4 @@ class RmsNormBehind(Rule):
         m.require(m.dtype("x") == m.output().dtype == torch.float32, f"x is {m.dtype('x')}, the result {m.output().dtype}")
 
     def rewrite(self, dsi, m):
-        return dsi.linear(dsi.rms_norm(m.x, None, eps=m.eps, offset=0.0, cast="none"), m.w)
+        return dsi.linear(dsi.rms_norm(m.x, None, eps=m.eps), m.w)

@@ -343,8 +343,12 @@ def weights_of(scores, base=torch.exp, dim=-1, less=True):
 SOFTMAXES = {
     "exp": (lambda q, k, v: weights_of(q @ k.mT * 0.5) @ v, 0.5),
     "less the maximum of other scores": (
-        lambda q, k, v: (lambda e: e / e.sum(-1, True))(torch.exp(q @ k.mT - (q @ k.mT).max(-1, True)[0])) @ v,
+        lambda q, k, v: (lambda e: e / e.sum(-1, True))(torch.exp(q @ k.mT - (q.tanh() @ k.mT).max(-1, True)[0])) @ v,
         None,
+    ),
+    "less the maximum of the same scores, made again": (
+        lambda q, k, v: (lambda e: e / e.sum(-1, True))(torch.exp(q @ k.mT - (q @ k.mT).max(-1, True)[0])) @ v,
+        1.0,
     ),
     "exp of the scores": (lambda q, k, v: weights_of(q @ k.mT * 0.5, less=False) @ v, 0.5),
     "exp2": (lambda q, k, v: weights_of(q @ k.mT * 0.5 * 1.4426950408889634, torch.exp2) @ v, 0.5),
