@@ -23,7 +23,10 @@ def dequantise(weight: Tensor, scales: Tensor, *, kn: bool = False, group: int =
     """The weight that int8 `weight` ([N, K], or [K, N] if `kn`) and `scales` ([N], or [N, groups]) stand for, in its layout, in `dtype`."""
     wide = scales.to(dtype)
     if group:
-        wide = wide.repeat_interleave(group, 1)[:, : weight.shape[0 if kn else 1]]
+        size = weight.shape[0 if kn else 1]
+        # Not cut off after it was repeated: of that Inductor (2.13) makes C++ that reads something else for the last, short group.
+        one = torch.arange(size, device=wide.device) // group if size % group else None
+        wide = wide.repeat_interleave(group, 1) if one is None else wide.index_select(1, one)
         wide = wide.t() if kn else wide
     elif not kn:
         wide = wide[:, None]

@@ -10,6 +10,8 @@ from dsi.runtime.cpu_int8 import linear_int8
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import dsi
+
 DTYPES = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
 
@@ -78,3 +80,15 @@ def test_any_number_of_rows_is_one_graph(dtype, group, activations):
         x = torch.randn(rows, 7, 80).to(dtype)
         exact = linear_int8_reference(x if activations else x.double(), found.weight, found.scales, **given)
         assert (graph(x, *found[:2]).double() - exact.double()).norm() / exact.double().norm() < DTYPES[dtype]
+
+
+@pytest.mark.parametrize("inner, group", [(96, 64), (72, 32)])
+def test_a_short_last_group_is_compiled_too(inner, group):
+    """Inductor's C++ for scales that were repeated and cut off read other memory in the last group, wherever the weight is dequantised."""
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(inner, 32), torch.randn(16, inner)
+    with torch.no_grad():
+        quantised = dsi.quantise_model(torch.nn.Sequential(linear), format=Format(Grouping("inner", group)))
+        expected = quantised(x)
+        found = torch.compile(quantised, backend="dsi")(x)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
