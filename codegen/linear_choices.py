@@ -92,7 +92,7 @@ def admissible(work: LinearWork, choice: Choice, rows: int | None, device: Devic
     """Whether a choice that was made for another linear can be this one's, for at most `rows` rows (None: any number). `same`: that one had
     this one's shape on this device, so that the registers and the shared memory that it takes are known to do."""
     few = {"gemv": GEMV_ROWS, "skinny": _skinny_rows(work)}.get(choice.schedule)
-    if few is not None and (rows is None or rows > min(few, choice.block_m)) and not (few != GEMV_ROWS and work.in_blocks(choice)):
+    if few is not None and (rows is None or rows > min(few, choice.block_m)) and not work.in_blocks(choice):
         return False
     if choice.block_n < work.held or (choice.schedule == "skinny" and work.wide) or not (same or _fits(work, choice, device)):
         return False

@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 import torch
-from dsi.ir.quantised_ops import linear_int8_reference, quantise_rows
+from dsi.ir.quantised_ops import dequantise, linear_int8_reference, quantise_rows
 from torch import Tensor
 
 # Rows up to which a form was the fastest on an AVX-512 CPU with VNNI, weights of 576 x 576 to 4096 x 4096.
@@ -73,7 +73,7 @@ def _reduced(x: Tensor, entries: Tensor, scales: Tensor, group: int) -> Tensor:
     if k % group == 0:
         weight = (entries.reshape(n, -1, group).float() * scales.float()[:, :, None]).reshape(n, k)
     else:
-        weight = entries.float() * scales.float()[:, torch.arange(k, device=x.device) // group]
+        weight = dequantise(entries, scales, group=group)
     return (wide[:, None, :] * weight).sum(-1)
 
 
