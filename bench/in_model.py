@@ -123,7 +123,8 @@ def _improve(step: ModelStep, plan: Plan, report: Report, pool: CompilePool | No
     ]
     _print(step, row, descent, report)
     if plan.defaults is not None:
-        keep(plan.defaults, name, [(group, (alone[id(group)] or (0.0, 0.0))[1]) for group, _ in won], report)
+        times = [(group, alone[id(group)]) for group, _ in won]
+        keep(plan.defaults, name, [(group, None if both is None else both[1]) for group, both in times], report)
     if isinstance(stopped, KeyboardInterrupt):
         raise stopped
 
@@ -263,10 +264,10 @@ def faster(times: Sequence[tuple[float, float]]) -> bool:
     return after < (1 - NOISE) * before and all(second < first for first, second in times)
 
 
-def keep(file: Path, name: str, winners: Sequence[tuple[Group, float]], report: Report) -> None:
+def keep(file: Path, name: str, winners: Sequence[tuple[Group, float | None]], report: Report) -> None:
     """Writes the choices of groups to a file of defaults: linears' to `file`, attention's to a file beside it whose name begins with
-    "attention_". Each has its microseconds alone, as sweeps have them (a linear's of `winners`), or where these are not known (0), in the
-    step, as last traced; one without either is not written, and the report says so."""
+    "attention_". A linear has its microseconds alone, as sweeps have them, where these are known; attention's time depends on what
+    is live, and is left out. What the tables have no place for, the report names."""
     from dsi.codegen import attention_defaults, defaults
     from dsi.codegen.devices import find_device
     from dsi.ir import tile as t
@@ -274,14 +275,13 @@ def keep(file: Path, name: str, winners: Sequence[tuple[Group, float]], report: 
     linears, attentions = [], []
     shipped = {entry.key: entry.library for entry in defaults.table().get(find_device(name).name, ())}
     for group, alone in winners:
-        us = alone or (group.us or 0.0) / len(group.places)
         entry: Any = None
-        if us and isinstance(group.spec.plan, t.LinearPlan):
-            entry = defaults.entry(group.spec, group.choice, us)
+        if isinstance(group.spec.plan, t.LinearPlan):
+            entry = defaults.entry(group.spec, group.choice, alone)
             linears.append(entry.model_copy(update={"library": shipped.get(entry.key)}))
-        elif us and isinstance(group.spec.plan, t.AttentionPlan):
+        elif isinstance(group.spec.plan, t.AttentionPlan):
             fields = {field: value for field, value in vars(group.choice).items() if value != _unset().get(field) and field != "max_rows"}
-            entry = attention_defaults.entry(group.spec, fields, round(us, 2))
+            entry = attention_defaults.entry(group.spec, fields, None)
             attentions += [entry] if entry is not None else []
         if entry is None:
             report.say(f"{group.title}: the tables of defaults have no place for its {_text(group.choice)}")

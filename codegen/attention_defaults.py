@@ -33,7 +33,7 @@ PROMPTS_NEAR = 4.0  # doublings, of queries, keys and heads together
 class AttentionEntry(BaseModel):
     """One measured attention: `heads` key heads of all sequences together, `group` query heads a key head, `keys` of the cache, `size`
     channels of a head, bytes of an element, whether a bool mask hides keys, `queries` (1: a decode step), and whether a prompt's hide the
-    keys behind them without a mask."""
+    keys behind them without a mask. `us` microseconds alone; None where the choice made a whole step faster, and was not timed alone."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,7 +46,7 @@ class AttentionEntry(BaseModel):
     queries: int = Field(1, ge=1)
     causal: bool = False
     choice: dict[str, Any]
-    us: float = Field(gt=0)
+    us: float | None = Field(None, gt=0)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -70,7 +70,7 @@ class AttentionEntry(BaseModel):
         return (apart + abs(math.log2(self.queries / other.queries))) * NEAR / PROMPTS_NEAR
 
 
-def entry(spec: t.KernelSpec, choice: dict[str, Any], us: float, max_rows: int | None = None) -> AttentionEntry | None:
+def entry(spec: t.KernelSpec, choice: dict[str, Any], us: float | None, max_rows: int | None = None) -> AttentionEntry | None:
     """What an attention region of at most `max_rows` queries (None: any number, or the number that its plan has) is looked up by, with a
     choice and its time; None where nothing is kept for such a one."""
     plan = spec.plan
@@ -100,7 +100,7 @@ def entry(spec: t.KernelSpec, choice: dict[str, Any], us: float, max_rows: int |
 def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice | None:
     """The choice for an attention region of at most `max_rows` queries (None: any number, or the number that its plan has) on a device, by
     its CUDA name; None where nothing near was measured."""
-    wanted = entry(spec, {}, 1.0, max_rows)
+    wanted = entry(spec, {}, None, max_rows)
     if wanted is None:
         return None
     near = [(apart, other) for other in table().get(find_device(device_name).name, ()) if (apart := other.distance(wanted)) is not None]

@@ -35,6 +35,7 @@ OTHER_NORM = 0.25  # what another norm before the product counts
 
 class Entry(BaseModel):
     """One measured linear: `us` microseconds with `choice` (fields of `Choice` that are not their defaults), and what it was chosen for.
+    Without `us` the choice made a whole step faster, and was not timed alone.
 
     `columns` of all windows together, `inner` contracted elements, `sums` side by side in a program at most, `held` lanes of a group,
     `across` for weights stored [K, N], bytes of an element of the rows and of a weight, `norm` the kind of row statistics before the
@@ -53,7 +54,7 @@ class Entry(BaseModel):
     weight_bytes: int = 2
     norm: str = ""
     choice: dict[str, Any]
-    us: float = Field(gt=0)
+    us: float | None = Field(None, gt=0)
     library: float | None = None  # microseconds by a library's kernels; None where they were not tried
 
     @property
@@ -81,7 +82,7 @@ class Entry(BaseModel):
         return apart + (OTHER_NORM if self.norm != other.norm else 0.0)
 
 
-def entry(spec: t.KernelSpec, choice: Choice, us: float, rows: int | None = None, library: float | None = None) -> Entry:
+def entry(spec: t.KernelSpec, choice: Choice, us: float | None, rows: int | None = None, library: float | None = None) -> Entry:
     """What is kept of a measurement of a linear region: at `rows` rows, or the number that its plan has."""
     return _entry(_work(spec, rows), choice, us, library)
 
@@ -100,7 +101,7 @@ def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice
 
 
 def _nearest(spec: t.KernelSpec, work: LinearWork, rows: int | None, entries: Sequence[Entry], device: Device) -> Choice | None:
-    wanted = _entry(work, None, 1.0)
+    wanted = _entry(work, None, None)
     measured = [(apart, number) for number, other in enumerate(entries) if (apart := other.distance(wanted)) is not None and apart <= NEAR]
     for apart, number in sorted(measured):
         choice = Choice(**{"max_rows": None, **entries[number].choice})
@@ -124,8 +125,9 @@ def _nearest(spec: t.KernelSpec, work: LinearWork, rows: int | None, entries: Se
 
 
 def _ahead(measured: Entry, spec: t.KernelSpec, work: LinearWork, device: Device) -> bool:
-    """Whether a kernel of ours that was measured beats a library's: where that was not tried, its prediction."""
-    if measured.library is not None or work.rows <= SKINNY_ROWS:
+    """Whether a kernel of ours that was measured beats a library's: where that was not tried, its prediction. One that was timed in a step
+    only beat what was tried there."""
+    if measured.us is None or measured.library is not None or work.rows <= SKINNY_ROWS:
         return True
     grown = work.rows * work.columns * work.inner / (measured.rows * measured.columns * measured.inner)
     by_library = Choice("library", None, 1, 1)
@@ -138,7 +140,7 @@ def _work(spec: t.KernelSpec, rows: int | None) -> LinearWork:
     return linear_work(spec, assumed_rows(spec.plan, judged), assumptions(spec.plan, judged))
 
 
-def _entry(work: LinearWork, choice: Choice | None, us: float, library: float | None = None) -> Entry:
+def _entry(work: LinearWork, choice: Choice | None, us: float | None, library: float | None = None) -> Entry:
     fields = {} if choice is None else {f.name: getattr(choice, f.name) for f in dataclasses.fields(choice)}
     kept = {f.name: f.default for f in dataclasses.fields(Choice)}
     return Entry(
@@ -152,7 +154,7 @@ def _entry(work: LinearWork, choice: Choice | None, us: float, library: float | 
         weight_bytes=max(round(work.weight_bytes / (work.inner * work.columns)), 1),
         norm=" ".join(work.reductions),
         choice={name: value for name, value in fields.items() if name not in ("max_rows", "block_s") and value != kept[name]},
-        us=round(us, 2),
+        us=None if us is None else round(us, 2),
         library=None if library is None else round(library, 2),
     )
 

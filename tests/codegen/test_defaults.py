@@ -154,9 +154,9 @@ def test_many_rows_take_it_whatever_their_number(table):
 def test_a_library_that_was_not_tried_may_be_predicted_to_win(table):
     spec = dataclasses.replace(projection(512, 14336), library=True)
     tiled = Choice("tiled", None, 128, 128, 64, 64, 8, 4)
-    slow, fast = (defaults.entry(spec, tiled, us) for us in (300.0, 60.0))
+    slow, fast, in_a_step = (defaults.entry(spec, tiled, us) for us in (300.0, 60.0, None))
     tried = defaults.entry(spec, tiled, 300.0, library=310.0)
-    for entry, taken in ((slow, False), (fast, True), (tried, True)):
+    for entry, taken in ((slow, False), (fast, True), (tried, True), (in_a_step, True)):
         file = table((spec, tiled))
         defaults.write(file, "H200", [entry])
         found = defaults.read(file)
