@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from dsi.ir.randomness import is_random
 from dsi.ir.source import source_line
+from dsi.passes.autocast import is_idle_switch, is_switch
 from torch import fx
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
@@ -103,8 +104,8 @@ def _node_reason(node: fx.Node) -> str | None:
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
         module = getattr(node.target, "__module__", "") or ""
-        if name in ("_enter_autocast", "_exit_autocast"):
-            return "autocast is switched inside the graph"
+        if is_switch(node) and not is_idle_switch(node):
+            return "autocast is switched on inside the graph"
         if name.startswith("quantize_per_"):
             return "a value is quantised by torch itself, which tracing takes for a float"
         if "functorch" in module or name in ("grad", "backward"):

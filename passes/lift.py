@@ -27,6 +27,7 @@ from dsi.ir.source import source_line
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .autocast import idle_autocast_gone
 from .composites import take_apart
 from .dropout import idle_dropout_gone
 from .specialise import specialise
@@ -44,6 +45,7 @@ _FLOATS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 def lift(gm: fx.GraphModule, context: Context) -> None:
     """Replace every liftable call of `gm` (Dynamo's graph, values in meta["example_value"]) in place."""
     specialise(gm)
+    idle_autocast_gone(gm)
     idle_dropout_gone(gm)
     take_apart(gm, context)
     missed: dict[str, Refusal] = {}

@@ -172,6 +172,40 @@ def test_autocast(where):
     assert_aside(contexts, "autocast")
 
 
+def test_autocast_that_is_switched_off_where_it_is_off():
+    """Around norms and rotary embeddings, so that they stay in float32 whatever the caller does."""
+    model = Mlp().eval()
+
+    def function(x):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=False), torch.autocast("cpu", enabled=False):
+            return model(x)
+
+    x = torch.randn(3, 5)
+    with torch.no_grad(), collecting() as contexts:
+        compiled = compile_with(function)
+        torch.testing.assert_close(compiled(x), function(x))
+        assert_compiled(contexts, 2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # another state is another compilation
+            assert torch.equal(compiled(x), function(x))
+    assert "autocast is on" in contexts[1].report.notes[0]
+
+
+def test_autocast_that_is_switched_on_and_off():
+    model = Mlp().eval()
+
+    def function(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
+            with torch.autocast("cpu", enabled=False):
+                return y, model(x)
+
+    x = torch.randn(3, 5)
+    with torch.no_grad(), collecting() as contexts:
+        for got, wanted in zip(compile_with(function)(x), function(x), strict=True):
+            assert torch.equal(got, wanted) and got.dtype == wanted.dtype
+    assert_aside(contexts, "autocast is switched on")
+
+
 RANDOM = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "dropout_keyword": lambda x: F.dropout(x, p=0.5, training=True),
