@@ -31,6 +31,7 @@ class InferenceEngine(nn.Module):
     """
 
     inference_config: InferenceConfig
+    _wraps = "module"  # names of weights in files, and of those to be skipped, are this one's
 
     def __init__(self, module: nn.Module, config: InferenceConfig) -> None:
         """`module` is prepared already (`init_inference` does both). Nothing is compiled before the first call."""

@@ -23,6 +23,7 @@ from . import checksums
 from .conv1d import is_conv1d
 from .header import UNCHECKED, Header, Linear, Table
 from .modules import QuantisedEmbedding, QuantisedLinear, refuse_save_pretrained
+from .wrappers import bare, named_modules, own_name, put
 
 _CODES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL", torch.uint8: "U8"},
@@ -35,9 +36,14 @@ _KEY = "dsi"  # one entry, as the order of several is not kept
 def save_quantised(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write `model`, in which `quantise_model` has put int8 weights, to the file `path`.
 
-    The file appears whole or not at all, with a checksum of each tensor. Equal models give equal bytes.
+    The file appears whole or not at all, with a checksum of each tensor. Equal models give equal bytes, whether they are compiled, in an
+    engine, or neither. Raises `DsiError` where no file can be written at `path`, or the model holds no numbers.
     """
-    modules = dict(model.named_modules())
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise DsiError(f"{path} is a folder; name a file in it" if path.is_dir() else f"{path} cannot be written: no folder {path.parent}")
+    model = bare(model)
+    modules = named_modules(model, remove_duplicate=True)
     names = {module: name for name, module in reversed(modules.items())}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -58,7 +64,6 @@ def save_quantised(model: nn.Module, path: str | os.PathLike[str]) -> None:
         checksums=checksums.of_tensors(tensors),
     )
     text = json.dumps(header.written(), sort_keys=True)
-    path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
@@ -82,6 +87,8 @@ def load_quantised(
     Raises `DsiError` for a file that is none of these, of another version of the format, of another model, or with numbers that are not
     those that were written.
     """
+    if Path(path).is_dir():
+        raise DsiError(f"{path} is a folder: give the file in it that save_quantised wrote")
     header = _header(path)
     if not isinstance(model, nn.Module):
         if not callable(model):
@@ -91,23 +98,25 @@ def load_quantised(
         if not isinstance(made, nn.Module):
             raise DsiError(f"the function that was given to load_quantised returned a {type(made).__name__}, no torch.nn.Module")
         model = made
+    inside: nn.Module = bare(model)
     with safe_open(str(path), framework="pt", device=str(device)) as file:
         stored = set(file.keys())
-        _check(model, header, stored, file, path)
+        _check(inside, header, stored, file, path)
         _check_numbers(header, stored, path)
+        modules = named_modules(inside)
         for name, linear in header.linears.items():
-            _replace(model, name, linear.made())
+            _replace(modules, name, linear.made())
         for name, table in header.tables.items():
-            head = model.get_submodule(table.head)
+            head = modules[table.head]
             assert isinstance(head, QuantisedLinear)  # `_check` has seen it among the linears
-            _replace(model, name, table.made(head))
-        values = {name: _assign(model, name, file.get_tensor(name)) for name in sorted(stored)}
+            _replace(modules, name, table.made(head))
+        values = {name: _assign(modules, name, file.get_tensor(name)) for name in sorted(stored)}
         for name, of in header.aliases.items():
-            _assign(model, name, values[of])
-    left = [name for name, tensor in _everything(model) if tensor.is_meta]
+            _assign(modules, name, values[of])
+    left = [name for name, tensor in _everything(inside) if tensor.is_meta]
     if left:
         raise DsiError(f"{path} has no numbers for {', '.join(left[:5])}: give load_quantised a model that is not on the meta device")
-    refuse_save_pretrained(model)
+    refuse_save_pretrained(inside)
     return model.eval()
 
 
@@ -118,7 +127,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by every name, sorted."""
     found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     found |= dict(model.named_buffers(remove_duplicate=False))
-    return dict(sorted(found.items()))
+    return dict(sorted((own_name(name), tensor) for name, tensor in found.items()))
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -159,11 +168,12 @@ def _header(path: str | os.PathLike[str]) -> Header:
 def _check(model: nn.Module, header: Header, stored: set[str], file: Any, path: Any) -> None:
     """Everything that could go wrong, before the model is touched."""
     other = f"{path} holds another model"
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = named_modules(model)
     if missing := [name for name in (*header.linears, *header.tables) if name not in modules]:
         raise DsiError(f"{other}: {type(model).__name__} has no module {', '.join(missing[:5])}")
-    replaced = {f"{name}.{part}" for name in header.linears for part in ("weight", "scales", "bias")}
-    replaced |= {f"{name}.weight" for name in header.tables}
+    twins = _names(modules)
+    replaced = {f"{twin}.{part}" for name in header.linears for twin in twins[modules[name]] for part in ("weight", "scales", "bias")}
+    replaced |= {f"{twin}.weight" for name in header.tables for twin in twins[modules[name]]}
     # A model may have been cast before it was quantised: of what stays, any floating-point dtype fits any other.
     wanted = {name: ([*tensor.shape], _codes(tensor.dtype)) for name, tensor in _tensors(model).items() if name not in replaced}
     for name, linear in header.linears.items():
@@ -173,7 +183,8 @@ def _check(model: nn.Module, header: Header, stored: set[str], file: Any, path: 
             there, here = ("no", "one") if linear.bias is None else ("a", "none")
             raise DsiError(f"{other}: {name} has {there} bias there, and {here} in the model")
         made = _tensors(linear.made())
-        wanted |= {f"{name}.{part}": ([*tensor.shape], {_CODES[tensor.dtype]}) for part, tensor in made.items()}
+        for twin in twins[modules[name]]:
+            wanted |= {f"{twin}.{part}": ([*tensor.shape], {_CODES[tensor.dtype]}) for part, tensor in made.items()}
     for name, table in header.tables.items():
         if (shape := _sizes(modules[name])) != header.linears[table.head].shape:
             raise DsiError(f"{other}: the table {name} is {header.linears[table.head].shape} there and {shape} in the model")
@@ -222,19 +233,29 @@ def _sizes(module: nn.Module) -> list[int] | None:
     return [*module.weight.shape[::-1]] if is_conv1d(module) else None  # type: ignore[index]
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    old = getattr(owner, attribute)
-    setattr(owner, attribute, module.train(old.training))
-    if isinstance(owner, nn.TransformerEncoderLayer):
-        owner.activation_relu_or_gelu = 0
+def _names(modules: dict[str, nn.Module]) -> dict[nn.Module, list[str]]:
+    """The names of each module: one that is called in several places has several."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in modules.items():
+        found.setdefault(module, []).append(name)
+    return found
 
 
-def _assign(model: nn.Module, name: str, value: Tensor) -> Tensor:
+def _replace(modules: dict[str, nn.Module], name: str, module: nn.Module) -> None:
+    """Put `module` into all places of the one called `name`, in the model and in `modules`."""
+    old = modules[name]
+    for twin in [twin for twin, other in modules.items() if other is old]:
+        parent, _, attribute = twin.rpartition(".")
+        put(modules[parent], attribute, module.train(old.training))
+        if isinstance(modules[parent], nn.TransformerEncoderLayer):
+            modules[parent].activation_relu_or_gelu = 0  # type: ignore[assignment]
+        modules[twin] = module
+
+
+def _assign(modules: dict[str, nn.Module], name: str, value: Tensor) -> Tensor:
     """Put `value` where the model has the parameter or buffer `name`; returns what is there now."""
     parent, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(parent)
+    owner = modules[parent]
     if attribute in owner._parameters:
         old = owner._parameters[attribute]
         made = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)

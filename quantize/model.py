@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from .formats import INT8, ROW, Format, Grouping
 from .int8 import quantise, short
 from .modules import QuantisedEmbedding, QuantisedLinear, refuse_save_pretrained
 from .plain import is_plain
+from .wrappers import bare, own_name, put
 
 Tied = Literal["head", "both", "keep"]
 
@@ -52,6 +53,8 @@ def quantise_model(
 ) -> nn.Module:
     """Replace each `nn.Linear` and transformers `Conv1D` of `model` by a `QuantisedLinear`, in place; returns `model`.
 
+    What `torch.compile` has wrapped, as a whole or in parts, is compiled afterwards as before; names are those of the model inside.
+
     `format`: the number format; `groups` (flat, row-major, as DeepSpeed counts them) instead of its grouping. `mlp_extra_grouping`: twice
     the groups for linears next to an activation, which a run of the model shows (`example`: arguments for it; a transformers model has its
     own). Weights whose entries the flat groups do not divide regularly get a scale a row, and a warning says which.
@@ -73,6 +76,7 @@ def quantise_model(
         raise DsiError(f"tied is 'head', 'both' or 'keep', not {tied!r}")
     if activations not in ACTIVATIONS:
         raise DsiError(f"activations is one of {', '.join(map(repr, ACTIVATIONS))}, not {activations!r}")
+    given, model = model, bare(model)
     near = mlp_weights(model, example) if mlp_extra_grouping else set()
     linears = _linears(model)
     tables = _tables(model)
@@ -109,7 +113,7 @@ def quantise_model(
         for hooks in _HOOKS:
             setattr(new, hooks, getattr(module, hooks))
         for place in places:
-            setattr(place.parent, place.attribute, new.train(module.training))
+            put(place.parent, place.attribute, new.train(module.training))
             if isinstance(place.parent, nn.TransformerEncoderLayer):
                 place.parent.activation_relu_or_gelu = 0  # its fast path reads weights past the modules that hold them
         module.weight = None  # freed here, if nothing else holds it
@@ -119,7 +123,7 @@ def quantise_model(
     if coarse:
         warnings.warn(f"dsi: a scale a row instead of flat groups, which would cut rows irregularly: {', '.join(coarse)}", stacklevel=2)
     refuse_save_pretrained(model)
-    return model
+    return given
 
 
 def _check(wanted: dict[Any, list[Place]], tables: dict[int, list[tuple[nn.Embedding, Place]]], tied: Tied) -> None:
@@ -172,10 +176,9 @@ def _form(form: Format, groups: int | None, mlp_extra_grouping: bool) -> Format:
 def _linears(model: nn.Module) -> dict[Any, list[Place]]:
     """Every linear, with each place where it hangs."""
     found: dict[Any, list[Place]] = {}
-    for name, parent in model.named_modules(remove_duplicate=False):
-        for attribute, child in parent._modules.items():
-            if (isinstance(child, nn.Linear) and type(child) is not nn.modules.linear.NonDynamicallyQuantizableLinear) or is_conv1d(child):
-                found.setdefault(child, []).append(Place(parent, attribute, f"{name}.{attribute}" if name else attribute))
+    for place, child in _children(model, remove_duplicate=False):
+        if (isinstance(child, nn.Linear) and type(child) is not nn.modules.linear.NonDynamicallyQuantizableLinear) or is_conv1d(child):
+            found.setdefault(child, []).append(place)
     if not found and type(model) is nn.Linear:
         raise DsiError("quantise_model replaces the linears inside a model; this model is a linear itself: use QuantisedLinear.of(...)")
     return found
@@ -184,12 +187,18 @@ def _linears(model: nn.Module) -> dict[Any, list[Place]]:
 def _tables(model: nn.Module) -> dict[int, list[tuple[nn.Embedding, Place]]]:
     """Weight of an embedding -> the embeddings that have it, with their places."""
     found: dict[int, list[tuple[nn.Embedding, Place]]] = {}
-    for name, parent in model.named_modules():
-        for attribute, child in parent._modules.items():
-            if isinstance(child, nn.Embedding):
-                place = Place(parent, attribute, f"{name}.{attribute}" if name else attribute)
-                found.setdefault(id(child.weight), []).append((child, place))
+    for place, child in _children(model, remove_duplicate=True):
+        if isinstance(child, nn.Embedding):
+            found.setdefault(id(child.weight), []).append((child, place))
     return found
+
+
+def _children(model: nn.Module, *, remove_duplicate: bool) -> Iterator[tuple[Place, Any]]:
+    """Every place of a module in another, with the module there, without what compiles it."""
+    for name, parent in model.named_modules(remove_duplicate=remove_duplicate):
+        if bare(parent) is parent:
+            for attribute, child in parent._modules.items():
+                yield Place(parent, attribute, own_name(f"{name}.{attribute}" if name else attribute)), bare(child)
 
 
 def _matches(places: list[Place], pattern: str) -> bool:
@@ -209,5 +218,5 @@ def _fitting(grouping: Grouping, module: Any, name: str, coarse: list[str]) -> G
 def _replace_tables(tables: list[tuple[nn.Embedding, Place]], head: QuantisedLinear, dtype: torch.dtype) -> None:
     for table, place in tables:
         new = QuantisedEmbedding(head, dtype, padding_idx=table.padding_idx)
-        setattr(place.parent, place.attribute, new.train(table.training))
+        put(place.parent, place.attribute, new.train(table.training))
         table.weight = None  # type: ignore[assignment]

@@ -87,11 +87,13 @@ class QuantisedLinear(nn.Module):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantisedLinear:
-        # `model.half()` and the like must not round scales: they follow the weight to its device, in their own dtype.
-        before = self.scales
+        # `model.half()` must not round scales, nor `model.type(dtype)` make floats of int8: they follow to a device, in their own dtypes.
+        before = self.weight, self.scales
         super()._apply(fn, recurse)
-        if self.scales.dtype != before.dtype:
-            self.scales = before.to(self.scales.device)
+        if self.weight.dtype != before[0].dtype:
+            self.weight = before[0].to(self.weight.device)
+        if self.scales.dtype != before[1].dtype:
+            self.scales = before[1].to(self.scales.device)
         if self.dtype is not None:
             self.dtype = _cast(fn, self.dtype, self.scales)
         return self

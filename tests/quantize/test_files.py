@@ -47,6 +47,42 @@ def test_a_model_comes_back_byte_for_byte(tmp_path, name, tied):
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["one.safetensors", "two.safetensors"]
 
 
+def test_names_are_the_models_own_whatever_is_around_it(tmp_path):
+    model = dsi.quantise_model(zoo.decoder("llama"))
+    wrapped = {"compiled": torch.compile(model, backend="eager"), "engine": dsi.init_inference(model, dtype=None)}
+    parts = copy.copy(model)
+    parts._modules = {**model._modules, "lm_head": torch.compile(model.lm_head, backend="eager")}
+    for name, one in {"plain": model, **wrapped, "parts": parts}.items():
+        dsi.save_quantised(one, tmp_path / name)
+        assert (tmp_path / name).read_bytes() == (tmp_path / "plain").read_bytes()
+    other = zoo.decoder("llama", seed=1)
+    assert dsi.load_quantised(compiled := torch.compile(other, backend="eager"), tmp_path / "plain") is compiled
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_a_module_that_is_called_in_several_places_comes_back_as_one(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+            self.layers, self.first = nn.ModuleList([layer, layer]), layer[0]
+
+    model = dsi.quantise_model(Model())
+    dsi.save_quantised(model, tmp_path / "m")
+    loaded = dsi.load_quantised(Model, tmp_path / "m")
+    assert loaded.layers[0] is loaded.layers[1] and loaded.first is loaded.layers[0][0]
+    assert torch.equal(loaded.first.weight, model.first.weight) and torch.equal(loaded.first.bias, model.first.bias)
+
+
+def test_a_folder_is_no_place_for_a_file(tmp_path, saved):
+    model = dsi.quantise_model(zoo.decoder("llama"))
+    for path, words in ((tmp_path, "is a folder; name a file"), (tmp_path / "none" / "m", "cannot be written: no folder")):
+        with pytest.raises(DsiError, match=words):
+            dsi.save_quantised(model, path)
+    with pytest.raises(DsiError, match="is a folder: give the file"):
+        dsi.load_quantised(lambda: made("llama"), tmp_path)
+
+
 def test_number_formats_come_back(tmp_path):
     model = zoo.decoder("llama")
     form = Format(Grouping("inner", 32), scales=torch.float16)

@@ -77,7 +77,7 @@ def test_a_tied_head(tied, share):
 def test_casts_touch_neither_int8_nor_scales():
     module = QuantisedLinear.of(torch.randn(8, 32), torch.randn(8))
     scales = module.scales.clone()
-    module.half().bfloat16()
+    module.half().type(torch.float32).bfloat16()
     assert module.weight.dtype == torch.int8 and torch.equal(module.scales, scales) and module.bias.dtype == torch.bfloat16
     assert module.to("meta").scales.is_meta and module.scales.dtype == torch.float32
     assert not any(p.requires_grad for p in module.parameters())
@@ -89,6 +89,25 @@ def test_names_are_skipped_and_a_pattern_without_a_match_is_warned_of():
         dsi.quantise_model(model, skip=["*.down_proj", "model.layers.1.self_attn.q_proj.weight", "lm_haed"])
     kept = {name for name, m in linears(model).items() if isinstance(m, nn.Linear)}
     assert kept == {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"}
+
+
+def test_what_torch_compile_wraps_is_quantised_by_its_own_name_and_stays_compiled():
+    plain, model = zoo.decoder("llama"), zoo.decoder("llama")
+    calls = []
+
+    def backend(gm, inputs):
+        calls.append(gm)
+        return gm
+
+    model.lm_head = torch.compile(model.lm_head, backend=backend)
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    compiled = torch.compile(model, backend="eager")
+    skip = ["model.layers.1.mlp.*"]
+    assert dsi.quantise_model(compiled, skip=skip) is compiled
+    expected = logits(dsi.quantise_model(plain, skip=skip))
+    assert type(model.model.layers[1].mlp.up_proj) is nn.Linear
+    assert torch.equal(logits(model), expected) and len(calls) == 1
+    torch.testing.assert_close(logits(compiled), expected)
 
 
 MLPS = {
