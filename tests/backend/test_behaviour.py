@@ -4,6 +4,7 @@ import copy
 import threading
 from dataclasses import dataclass
 
+import dsi
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,24 @@ def test_batch_and_length_change_without_a_storm_of_recompiles(executor):
             x = torch.randn(batch, length, 12)
             check(compiled(x), model(x))
     assert len(contexts) <= (3 if executor == "auto" else 6)
+
+
+@torch.no_grad()
+def test_strides_that_torch_states_wrongly(executor):
+    """A batch norm of channels that lie last (PatchTST): on a CPU its result has none of the gaps that tracing says it has."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.norm, self.head = nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Linear(60, 4)
+
+        def forward(self, x):
+            x = x + self.mix(x)
+            return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2).reshape(len(x), 60))
+
+    model, x = Normed().eval(), torch.randn(3, 5, 12)
+    check(torch.compile(model, backend="dsi", options={"executor": executor})(x), model(x))
+    assert dsi.explain(model, x).regions
 
 
 @pytest.mark.parametrize("dynamic, graphs", [(True, 1), (False, 3)])
