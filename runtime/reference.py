@@ -21,10 +21,10 @@ def compile_reference(gm: fx.GraphModule, fake_inputs: Sequence[Any], context: C
 
 
 class _Runner(fx.Interpreter):
-    """Runs a graph and its regions; what a region overwrites of its inputs is written there when the region is done. Keeps nothing of a call.
+    """Runs a graph and its regions; what a region overwrites of its inputs is written there when it is done. Keeps nothing of a call.
 
-    A view that memory does not allow is a copy: what torch states of a result's strides is not always so (on a CPU, a batch norm of
-    channels that lie last).
+    A view that memory does not allow is a copy: what torch states of a result's strides is not always so (on a CPU, a batch norm's
+    of channels that lie last).
     """
 
     def __init__(self, gm: fx.GraphModule):

@@ -4,12 +4,13 @@ import copy
 import threading
 from dataclasses import dataclass
 
-import dsi
 import pytest
 import torch
 import torch.nn.functional as F
 from dsi.compiler.observe import collecting
 from torch import nn
+
+import dsi
 
 EXECUTORS = ["reference", "auto"]
 
