@@ -157,7 +157,7 @@ class _Run:
             for window in segment.windows:
                 weight = self.tensors[window.weight].to(self.wide)
                 n = evaluate_index(window.n, {C: columns}, self.sizes).expand_as(columns)
-                weight = weight[:, n].T if window.kn else weight[n]
+                weight = weight[:inner, n].T if window.kn else weight[n, :inner]  # a plan may read the beginning of each row alone
                 assert (self.tensors[window.weight].dtype == torch.int8) == (window.scale is not None), "int8 weights have scales"
                 if window.scale is not None:
                     weight = weight * self.scales(window.scale, columns, inner)

@@ -107,6 +107,14 @@ def test_slices_of_one_stored_weight() -> None:
     assert columns(plan) == [(6, 1, [C]), (4, 1, [C + 6])]
 
 
+@pytest.mark.parametrize("kn", [False, True])
+def test_the_beginning_of_each_row_of_a_stored_weight(kn: bool) -> None:
+    """Elastic widths, and the first of experts that are stored in one matrix."""
+    x, w = tensors((3, 4), (12, 9) if kn else (9, 12))
+    plan = check(lambda x, w: dsi.linear(x, w[:4] if kn else w[:6, :4], kn=kn), (x, w))
+    assert columns(plan) == [(9 if kn else 6, 1, [C])]
+
+
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("turned", [2, 4, 6, 8])
 @pytest.mark.parametrize("inside", [True, False], ids=["rope over a part", "cat of a rope and the rest"])
