@@ -8,7 +8,26 @@ from typing import Annotated
 
 import typer
 
-from bench.cli import Against, Batches, Blocks, Cases, Dtype, Json, Layers, Limit, Room, Seconds, Small, models, numbers, settings
+from bench.cli import (
+    Against,
+    Batches,
+    Blocks,
+    Cases,
+    Dtype,
+    Json,
+    Layers,
+    Limit,
+    Room,
+    Seconds,
+    Small,
+    known_ones,
+    listed,
+    models,
+    numbers,
+    settings,
+    steps_fit,
+    table_of_defaults,
+)
 from bench.commands import register
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -22,7 +41,7 @@ def decode_command(
     layers: Layers = None,
     cache: Room = 512,
     live: Annotated[str, typer.Option(help="Tokens in the cache when a step begins, by commas; left out: all but a block's.")] = "",
-    length: Annotated[int, typer.Option(help="Tokens of an encoder's input.")] = 128,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of an encoder's input.")] = 128,
     against: Against = "eager,default,reduce-overhead,max-autotune-no-cudagraphs,dsi,dsi-reduce-overhead",
     blocks: Blocks = 5,
     dtype: Dtype = None,
@@ -39,7 +58,9 @@ def decode_command(
     if small:
         cache, length = min(cache, 32), min(length, 16)
         lives = [None if tokens is None else min(tokens, 22 - number) for number, tokens in enumerate(lives)]
-    decode.run(shared, models(cases), numbers(batches), layers, cache, lives, length)
+    named = models(cases)
+    steps_fit(named, cache, lives)
+    decode.run(shared, named, numbers(batches), layers, cache, lives, length)
 
 
 @app.command("prefill")
@@ -60,13 +81,14 @@ def prefill_command(
     from bench import prefill
 
     shared = settings(against, blocks, dtype, small, budget, json, limit)
-    prefill.run(shared, models(cases, decoders=True), numbers(batches), [12] if small else numbers(lengths), layers)
+    sizes = numbers(lengths)
+    prefill.run(shared, models(cases, decoders=True), numbers(batches), [12] if small else sizes, layers)
 
 
 @app.command("regions")
 def regions_command(
     widths: Annotated[str, typer.Option(help="Hidden sizes, by commas: 1600, 4256, 12288.")] = "1600,4256,12288",
-    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1024,
+    context: Annotated[int, typer.Option(min=1, help="Tokens in the cache.")] = 1024,
     only: Annotated[str, typer.Option(help="Regions, by commas.")] = "qkv,attention,mlp_in,mlp_out",
     against: Against = "eager,default,dsi,dsi-reduce-overhead",
     blocks: Blocks = 5,
@@ -83,7 +105,7 @@ def regions_command(
     sizes = [64] if small else numbers(widths)
     if unknown := [width for width in sizes if width not in regions.HEADS]:
         raise typer.BadParameter(f"no number of heads is known for the widths {unknown}")
-    regions.run(shared, sizes, 24 if small else context, only.split(","))
+    regions.run(shared, sizes, 24 if small else context, known_ones(only, regions.NAMES, "region"))
 
 
 @app.command("attention")
@@ -105,9 +127,11 @@ def attention_command(
     toys = ("2x4x2x16x32x9", "1x4x4x16x12") if small else (attention.DECODE, attention.PREFILL)
     texts = [default if given == "default" else given for given, default in zip((decode, prefill), toys, strict=True)]
     try:
-        cases = [attention.Case.parse(text) for text in ",".join(text for text in texts if text).split(",")]
+        cases = [attention.Case.parse(text) for given in texts for text in listed(given)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if not cases:
+        raise typer.BadParameter("no case is left: neither --decode nor --prefill names one")
     attention.run(shared, cases)
 
 
@@ -120,7 +144,7 @@ def linear_command(
     choice: Annotated[list[str] | None, typer.Option(help="Fields of a choice, 'block_n=8|16,num_warps=4'; | tries each.")] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Try what the cost model lists.")] = False,
     most: Annotated[int, typer.Option(min=1, help="Choices of a sweep, for each case.")] = 16,
-    best: Annotated[int, typer.Option(help="Choices that are printed.")] = 5,
+    best: Annotated[int, typer.Option(min=1, help="Choices that are printed.")] = 5,
     weights: Annotated[str, typer.Option(help="Each case with its own weights, int8 weights, or both: own,int8.")] = "own",
     lay_out: Annotated[bool, typer.Option("--lay-out", help="Models' weights laid out by output, as the engine has them.")] = False,
     defaults: Annotated[Path | None, typer.Option(help="File in the form of codegen/defaults.json that gets the winners.")] = None,
@@ -135,21 +159,25 @@ def linear_command(
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
-    from bench import linear
+    from bench import linear, path
     from bench.comparators import DTYPES
 
     shared = settings("eager,dsi", blocks, dtype, small, budget, json)
+    path.backend()  # so that the package is found
+    from dsi.codegen.defaults import read
+
+    table_of_defaults(defaults, read)
     texts = (linear.SMALL if small else linear.SHAPES) if shapes == "default" else shapes
     try:
         wanted = [fields for text in choice or () for fields in linear.parse_choices(text)]
         if cases:
-            listed = linear.model_cases(models(cases), numbers(rows), DTYPES[dtype] if dtype else None, lay_out)
+            asked = linear.model_cases(models(cases), numbers(rows), DTYPES[dtype] if dtype else None, lay_out)
         else:
-            listed = linear.cases_of(texts, form, DTYPES[dtype or ("fp32" if small else "fp16")])
-        listed = linear.with_weights(listed, weights.split(","))
-        linear.run(shared, listed, linear.Plan(wanted, most if sweep else 0, best, defaults))
+            asked = linear.cases_of(texts, form, DTYPES[dtype or ("fp32" if small else "fp16")])
+        asked = linear.with_weights(asked, listed(weights))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    linear.run(shared, asked, linear.Plan(wanted, most if sweep else 0, best, defaults))
 
 
 @app.command("compile")
@@ -163,7 +191,9 @@ def compile_command(
     small: Small = False,
     budget: Seconds = None,
     json: Json = None,
-    limit: Annotated[float | None, typer.Option(help="Seconds that one process may take: 150 cold and 75 warm if left out.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=0.01, help="Seconds that one process may take: 150 cold and 75 warm if left out.")
+    ] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Seconds of the first decode step in a new process, with empty caches and with those of the process before."""
@@ -171,11 +201,13 @@ def compile_command(
 
     shared = settings(against, 1, dtype, small, budget, json, limit)
     room = 32 if small else cache
+    named = models(cases, decoders=child is None)
+    steps_fit(named, room, [None])
     count, compared = (min(number or 2, 2) if small else number for number in (layers, others))
     if child is not None:
-        compile_time.first_step(shared, child, models(cases)[0], count, room)
+        compile_time.first_step(shared, child, named[0], count, room)
     else:
-        compile_time.run(shared, models(cases, decoders=True), count, compared, room)
+        compile_time.run(shared, named, count, compared, room)
 
 
 @app.command("generate")
@@ -199,13 +231,11 @@ def generate_command(
 
     shared = settings("eager", blocks, dtype, small, budget, json)
     names = cases or ("gpt2,smollm2-135m,llama-3-8b" if shared.device == "cuda" else generation.REAL)
-    if unknown := [side for side in against.split(",") if side not in generation.SIDES]:
-        raise typer.BadParameter(f"unknown way {', '.join(unknown)}; known: {', '.join(generation.SIDES)}")
-    known = [name for name in names.split(",") if name != generation.REAL]
-    if known:
-        models(",".join(known), decoders=True)
+    ways = known_ones(against, generation.SIDES, "way")
+    if [name for name in listed(names) if name != generation.REAL] or not listed(names):
+        models(",".join(name for name in listed(names) if name != generation.REAL), decoders=True)
     new, length = (min(new, 12), min(length, 9)) if small else (new, length)
-    generation.run(shared, names.split(","), against.split(","), new, length, batch, layers)
+    generation.run(shared, listed(names), ways, new, length, batch, layers)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,12 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> Case:
         """From batch x heads x kv heads x head size x cache length [x live length]. Raises ValueError."""
-        numbers = [int(part) for part in text.split("x")]
-        if len(numbers) not in (5, 6):
-            raise ValueError(f"{text!r}: five numbers are wanted for a prompt, six for a decode step")
-        case = cls(*numbers)
+        parts = text.split("x")
+        if len(parts) not in (5, 6) or not all(part.strip().isdecimal() and int(part) for part in parts):
+            raise ValueError(f"{text!r}: five numbers of 1 or more are wanted for a prompt, six for a decode step")
+        case = cls(*map(int, parts))
+        if case.heads % case.kv_heads:
+            raise ValueError(f"{text!r}: {case.heads} heads are no multiple of {case.kv_heads} key heads")
         if case.live is not None and not 0 < case.live <= case.room:
             raise ValueError(f"{text!r}: the live length must lie between 1 and the cache's")
         return case

@@ -26,11 +26,12 @@ if not torch.cuda.is_available():
 
 from bench import path, timing
 from bench.attention import Case
+from bench.cli import Json, Seconds, Small, known_ones, listed, settings, table_of_defaults
 from bench.comparators import DTYPES, WIDER, reset
 from bench.compile_pool import CompilePool, generated
 from bench.linear import Candidate, Running, graph_of, median_of, parse_choices
 from bench.linear_forms import region_of
-from bench.report import Report, Settings, figure
+from bench.report import Report, figure
 from bench.sides import FLOOR, SLACK
 
 DECODE = "1x12x12x64x512x502,1x25x25x64x1024x1000,1x28x28x152x1024x1000,1x32x8x128x512x502,16x32x8x128x512x502,16x32x8x128x4096x512"
@@ -220,29 +221,31 @@ def main(
     best: Annotated[int, typer.Option(help="Choices that are printed.")] = 6,
     blocks: Annotated[int, typer.Option(min=1, help="Interleaved blocks of which the median is taken.")] = 5,
     dtype: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "bf16",
-    small: Annotated[bool, typer.Option("--small", help="Toy sizes, to try the harness anywhere.")] = False,
-    budget: Annotated[float | None, typer.Option(help="Seconds that the run may take; what no longer fits is skipped.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="File for everything that was measured.")] = None,
+    small: Small = False,
+    budget: Seconds = None,
+    json: Json = None,
     defaults: Annotated[
         Path | None, typer.Option(help="File in the form of codegen/attention_defaults.json that gets the winners.")
     ] = None,
 ) -> None:
     """Attention's kernels under many choices, beside SDPA."""
     path.backend()  # so that the package is found
+    from dsi.codegen.attention_defaults import read
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings = Settings(("eager", "dsi"), blocks, dtype, small, device, timing.Budget(budget), json)
-    report = Report("attention_sweep", settings)
-    report.measure_rates([DTYPES[dtype]] if prefill else [])
+    shared = settings("eager,dsi", blocks, dtype, small, budget, json)
+    table_of_defaults(defaults, read)
     if small:
         decode, prefill, most = "2x4x2x16x32x9", "1x4x4x16x12", min(most, 2)
-    if unknown := set(filter(None, form.split(","))) - {"masked", "causal"}:
-        raise typer.BadParameter(f"unknown form {', '.join(sorted(unknown))}; known: masked, causal")
+    kinds = known_ones(form, ("masked", "causal"), "form") if form else []
     try:
-        cases = [(Case.parse(text), "masked") for text in decode.split(",") if text]
-        cases += [(Case.parse(text), kind) for text in prefill.split(",") if text for kind in form.split(",") if kind]
+        cases = [(Case.parse(text), "masked") for text in listed(decode)]
+        cases += [(Case.parse(text), kind) for text in listed(prefill) for kind in kinds]
         wanted = [fields for text in choice or () for fields in parse_choices(text)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    report = Report("attention_sweep", shared)
+    report.measure_rates([DTYPES[dtype]] if prefill else [])
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     with ExitStack() as stack, torch.no_grad():
         pool = stack.enter_context(CompilePool(name)) if device == "cuda" else None

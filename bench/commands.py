@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +22,13 @@ from bench.cli import (
     Room,
     Seconds,
     Small,
+    listed,
     models,
     numbers,
     settings,
+    steps_fit,
+    table_of_defaults,
+    writable,
 )
 
 HEADS = {768: 12, 1600: 25, 4096: 32, 64: 4}
@@ -48,7 +53,7 @@ def register(app: typer.Typer) -> None:
 
 
 def all_command(
-    seconds: Annotated[float, typer.Option(help="Seconds that all of it may take.")] = 570.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds that all of it may take.")] = 570.0,
     out: Annotated[Path, typer.Option(help="Folder for results.json, log.txt and roofline.svg.")] = Path("out/bench"),
     rows: Annotated[str, typer.Option(help="Rows, by commas, in that order; left out: all, the most important first.")] = "",
     sides: Annotated[str, typer.Option(help="own (each row's), ours, quick, tuned or slow; or sides, by commas.")] = "own",
@@ -56,19 +61,22 @@ def all_command(
     show: Annotated[bool, typer.Option("--list", help="Print the rows and what each takes, and run nothing.")] = False,
 ) -> None:
     """The benchmarks in order of importance within a time, each in a process of its own."""
-    from bench.everything import Everything
+    from bench.everything import FILES, Everything
     from bench.rows import SETS, chosen, listing
     from bench.sides import sides_of
 
     try:
-        listed = chosen(rows)
+        asked = chosen(rows)
         if named := SETS.get(sides, sides):
             sides_of(named)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if show:
-        listing(sides)
-    elif not Everything(seconds, out, sides, small).run(listed):
+        listing(sides, asked)
+        return
+    for name in FILES:
+        writable(out / name, "--out")
+    if not Everything(seconds, out, sides, small).run(asked):
         raise typer.Exit(1)
 
 
@@ -81,7 +89,7 @@ def plot_command(
     from bench import plot
 
     try:
-        plot.draw(files, out, [side for side in sides.split(",") if side])
+        plot.draw(files, out, listed(sides))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(str(out))
@@ -114,7 +122,7 @@ def sanitize_command(
     small: Small = False,
     budget: Seconds = None,
     json: Json = None,
-    limit: Annotated[float, typer.Option(help="Seconds that one process may take.")] = 240.0,
+    limit: Annotated[float, typer.Option(min=0.01, help="Seconds that one process may take.")] = 240.0,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """One layer of GPT-2 and one of Llama under compute-sanitizer's memcheck."""
@@ -131,7 +139,7 @@ def deepspeed_command(
     width: Annotated[int, typer.Option(help=f"Hidden size: {', '.join(map(str, HEADS))}; one a process.")] = 768,
     layers: Layers = None,
     live: Annotated[int, typer.Option(min=2, help="Tokens in the cache when a step begins.")] = 502,
-    room: Annotated[int, typer.Option(help="Tokens that the cache has room for.")] = 512,
+    room: Room = 512,
     against: Against = "eager,reduce-overhead,dsi,dsi-laid-out,deepspeed",
     blocks: Blocks = 5,
     dtype: Dtype = None,
@@ -147,6 +155,7 @@ def deepspeed_command(
         width, live, room = 64, min(live, 20), min(room, 32)
     if width not in HEADS:
         raise typer.BadParameter(f"no number of heads is known for the width {width}; known: {', '.join(map(str, HEADS))}")
+    steps_fit([], room, [live])
     shared = settings(against, blocks, dtype, small, budget, json, limit)
     deepspeed_side.run(shared, deepspeed_side.Sizes(width, HEADS[width], layers or LAYERS[width], room, live))
 
@@ -170,7 +179,9 @@ def timeline_command(
     shared = settings(against, 1, dtype, small, budget, json, limit)
     if small:
         cache, live = 32, min(live, 20)
-    timeline.run(shared, models(cases), numbers(batches), layers, cache, live)
+    named = models(cases)
+    steps_fit(named, cache, [live])
+    timeline.run(shared, named, numbers(batches), layers, cache, live)
 
 
 def bytes_command(
@@ -185,7 +196,7 @@ def bytes_command(
     budget: Seconds = None,
     json: Json = None,
     metrics: Annotated[str, typer.Option(help="What ncu counts besides, by commas.")] = "",
-    limit: Annotated[float, typer.Option(help="Seconds that one process may take.")] = 120.0,
+    limit: Annotated[float, typer.Option(min=0.01, help="Seconds that one process may take.")] = 120.0,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """What a decode step reads from memory, as Nsight Compute counts it, beside what it must."""
@@ -197,8 +208,9 @@ def bytes_command(
     if child is not None:
         bytes_read.one_step(shared, child, numbers(batches)[0], layers, cache, live)
     else:
-        wanted = [name for name in metrics.split(",") if name]
-        bytes_read.run(shared, models(cases), numbers(batches), layers, cache, live, limit, wanted)
+        named = models(cases)
+        steps_fit(named, cache, [live])
+        bytes_read.run(shared, named, numbers(batches), layers, cache, live, limit, listed(metrics))
 
 
 def in_model_command(
@@ -226,8 +238,6 @@ def in_model_command(
     limit: Limit = None,
 ) -> None:
     """Choices of kernels tried where they run: kept where the whole step is faster."""
-    import os
-
     import torch
 
     if not torch.cuda.is_available():
@@ -245,8 +255,13 @@ def in_model_command(
         wanted = [(part.strip(), fields) for part, _, text in split for fields in parse_choices(text)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    plan = in_model.Plan(wanted, most, [text for text in groups.split(",") if text], rounds, defaults)
-    in_model.run(shared, models(cases), numbers(batches), layers, cache, live, plan)
+    named = models(cases)
+    steps_fit(named, cache, [live])
+    from dsi.codegen.defaults import read
+
+    table_of_defaults(defaults, read)
+    plan = in_model.Plan(wanted, most, listed(groups), rounds, defaults)
+    in_model.run(shared, named, numbers(batches), layers, cache, live, plan)
 
 
 def memory_command(
@@ -276,14 +291,21 @@ def audit_command(
     json: Json = None,
 ) -> None:
     """The kernels that models get untuned: registers, spills, shared memory, loads, programs. Needs no GPU."""
-    from bench import audit
+    from bench import audit, path
     from bench.shapes import SHAPES
 
+    path.backend()  # so that the package is found
+    from dsi.codegen.devices import DEVICES
+
+    if not any(name in device for name in DEVICES):
+        raise typer.BadParameter(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        raise typer.BadParameter("TRITON_INTERPRET is set: Triton's interpreter compiles nothing; unset it")
     shared = settings("dsi", 1, None, False, None, json)
-    listed = [
+    asked = [
         audit.Model(name, batch, max(tokens, 128) if SHAPES[name].family == "bert" else tokens, cache, int8, lay_out)
         for name in models(cases)
         for batch in numbers(batches)
     ]
-    if not audit.good(audit.run(shared, listed, device)):
+    if not audit.good(audit.run(shared, asked, device)):
         raise typer.Exit(1)

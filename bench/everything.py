@@ -22,6 +22,7 @@ from bench.report import figure
 from bench.rows import SETS, Row
 from bench.tables import best_of
 
+FILES = ("results.json", "log.txt", "roofline.svg")
 ROOT = Path(__file__).resolve().parent.parent
 LEAST = 0.9  # of a row's expected seconds must be left for it to begin: with fewer, sides would be left out
 PATIENCE = 1.6  # times its expected seconds a row may take

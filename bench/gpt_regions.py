@@ -25,6 +25,7 @@ from bench.report import Report, Settings
 from bench.sides import Side
 from bench.tables import summary
 
+NAMES = ("qkv", "attention", "mlp_in", "mlp_out")
 HEADS = {64: 4, 1600: 25, 4256: 28, 12288: 96}
 PAST = 4  # weights of all copies over the last-level cache
 MOST_COPIES = 40
@@ -109,7 +110,7 @@ def make(name: str, width: int, context: int) -> tuple[nn.Module, tuple[tuple[in
         return MLPIn(width), (one, one)
     if name == "mlp_out":
         return MLPOut(width), ((1, 1, 4 * width), one)
-    raise ValueError(f"unknown region {name!r}; known: qkv, attention, mlp_in, mlp_out")
+    raise ValueError(f"unknown region {name!r}; known: {', '.join(NAMES)}")
 
 
 def workload(name: str, width: int, context: int, dtype: torch.dtype, device: str) -> Workload:

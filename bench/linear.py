@@ -15,10 +15,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from bench import path, timing
@@ -35,6 +36,8 @@ SHAPES = (
 )
 SMALL = "48x32x1,32x64x5"
 LAUNCHES, REPLAYS = 24, 5  # launches in one graph at least; timings of which the median is taken
+POWERS = ("block_m", "block_n", "block_k", "block_s", "num_warps")  # fields of a choice that are powers of two
+COUNTS = ("split", "chunks", "num_stages", "max_rows")
 AHEAD = 4  # cases whose kernels are being compiled while one is timed
 COMPILING, LONGEST = 2.0, 60.0  # seconds that compiling one choice should take, and may
 
@@ -172,6 +175,9 @@ def _measure(tried: Tried, plan: Plan, name: str, report: Report) -> None:
             break
         made = _made(candidate, problem, name)
         candidate.problem, candidate.spills = made.problem, made.spills
+        most = candidate.choice.max_rows
+        if most is not None and most < problem.m:
+            candidate.problem = f"a kernel for at most {most} rows"
         if candidate.problem:
             continue
         run_copy = Running(problem, made)
@@ -374,17 +380,30 @@ def with_weights(cases: Sequence[Case], kinds: Sequence[str]) -> list[Case]:
 
 
 def parse_choices(text: str) -> list[dict[str, Any]]:
-    """Every combination of "block_n=8|16,num_warps=4". Raises ValueError naming a field that a choice has not."""
+    """Every combination of "block_n=8|16,num_warps=4". Raises ValueError naming a field that a choice has not, or a value that the field
+    cannot have."""
     path.backend()  # so that the package is found
+    from dsi.codegen.emit import SCHEDULES
     from dsi.codegen.kernel import Choice
 
-    known = {f.name for f in dataclasses.fields(Choice)}
+    known = get_type_hints(Choice)
     fields: dict[str, list[Any]] = {}
     for part in text.split(","):
         name, _, values = part.strip().partition("=")
         if name not in known or not values:
             raise ValueError(f"{part!r}: a field and its values are wanted; known: {', '.join(sorted(known))}")
         fields[name] = [_value(value) for value in values.split("|")]
+        for value in fields[name]:
+            try:
+                TypeAdapter(known[name]).validate_python(value, strict=True)
+            except ValidationError as error:
+                raise ValueError(f"{name} cannot be {value!r}: {error.errors()[0]['msg']}") from None
+            if name == "schedule" and value not in (*SCHEDULES, "library"):
+                raise ValueError(f"unknown schedule {value!r}; known: {', '.join((*SCHEDULES, 'library'))}")
+            if name in POWERS and not (value > 0 and value & (value - 1) == 0):
+                raise ValueError(f"{name} must be a power of two, not {value}")
+            if name in COUNTS and value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, not {value}")
     return [dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values())]
 
 

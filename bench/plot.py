@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 OURS = ("#0b6e4f", "#35b37e", "#9bd7b5", "#1f8a70", "#57c4ad", "#a3c940", "#5f7d1f", "#c8e6a0")
 THEIRS = ("#c9704a", "#8e6fb0", "#5b84b1", "#9aa0a6", "#c2a83e", "#b0527a", "#6b4f3a")
@@ -15,6 +17,49 @@ LEGEND = 3  # sides in a line of it
 BAR, GAP, GROUP_GAP, LABEL, PLOT = 13, 2, 14, 300, 560
 NOTHING = "nothing to draw: no row has a share of the roofline, which is measured on a CUDA device only"
 Rows = dict[str, dict[str, float]]  # what was run -> side -> share of the roofline
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Side(BaseModel):
+    """What is read of a side."""
+
+    share: Share | None = Field(None, alias="roofline share")
+
+
+class Row(BaseModel):
+    """What is read of a row."""
+
+    title: str = "?"
+    case: str | None = None
+    layers: int | None = None
+    batch: int = 1
+    live: int | None = None
+    cache: int | None = None
+    length: int | None = None
+    sides: dict[str, Side] = {}
+
+    @property
+    def label(self) -> str:
+        """What ran, in a few words: model, layers, batch, and the tokens."""
+        if self.case is None:
+            return self.title
+        layers = f", {self.layers} layers" if self.layers is not None else ""
+        tokens = f", {self.live} of {self.cache} tokens" if self.live is not None and self.cache is not None else ""
+        tokens = f", {self.length} tokens" if self.length is not None else tokens
+        return f"{self.case}{layers}, b{self.batch}{tokens}"
+
+
+class Run(BaseModel):
+    """What is read of the file of one command."""
+
+    machine: dict[str, Any] = {}
+    rows: list[Row] = []
+
+
+class Runs(BaseModel):
+    """What is read of the file of `bench all`, which keeps the contents of many."""
+
+    runs: list[Run]
 
 
 def read(files: Sequence[Path], wanted: Sequence[str] = ()) -> tuple[Rows, str]:
@@ -24,18 +69,14 @@ def read(files: Sequence[Path], wanted: Sequence[str] = ()) -> tuple[Rows, str]:
     devices: dict[str, None] = {}
     known: set[str] = set()
     for file in files:
-        try:
-            content = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{file} is no result of a benchmark: {error}") from None
-        for part in content.get("runs", [content]):  # `bench all` keeps the contents of many files in one
-            for row in part.get("rows", ()):
-                shares = {side: found["roofline share"] for side, found in row.get("sides", {}).items() if found.get("roofline share")}
+        for part in _runs(file):
+            for row in part.rows:
+                shares = {side: found.share for side, found in row.sides.items() if found.share}
                 known.update(shares)
                 shares = {side: share for side, share in shares.items() if not wanted or side in wanted}
                 if shares:
-                    rows.setdefault(label_of(row), {}).update(shares)
-                    devices[str(part.get("machine", {}).get("device", "?"))] = None
+                    rows.setdefault(row.label, {}).update(shares)
+                    devices[str(part.machine.get("device", "?"))] = None
     unknown = [side for side in wanted if side not in known]
     if known and unknown:
         raise ValueError(f"no row has a side {', '.join(map(repr, unknown))}; there are {', '.join(sorted(known))}")
@@ -44,19 +85,22 @@ def read(files: Sequence[Path], wanted: Sequence[str] = ()) -> tuple[Rows, str]:
     return dict(sorted(rows.items(), key=lambda item: _place(item[0]))), ", ".join(devices)
 
 
+def _runs(file: Path) -> list[Run]:
+    """What a file has of each command. Raises ValueError with a sentence where it is no result of a benchmark."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return Runs.model_validate(content).runs if isinstance(content, dict) and "runs" in content else [Run.model_validate(content)]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{file} is no result of a benchmark: {f'{where}: ' if where else ''}{first['msg']}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is no result of a benchmark: {error}") from None
+
+
 def _place(label: str) -> list[int | str]:
     """Where a row stands: numbers in a label count as numbers."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", label)]
-
-
-def label_of(row: Mapping[str, Any]) -> str:
-    """What a row ran, in a few words: model, layers, batch, and the tokens."""
-    if "case" not in row:
-        return str(row["title"])
-    layers = f", {row['layers']} layers" if "layers" in row else ""
-    tokens = f", {row['live']} of {row['cache']} tokens" if "live" in row and "cache" in row else ""
-    tokens = f", {row['length']} tokens" if "length" in row else tokens
-    return f"{row['case']}{layers}, b{row.get('batch', 1)}{tokens}"
 
 
 def order_of(rows: Rows) -> list[str]:
@@ -147,9 +191,13 @@ def draw(files: Sequence[Path], out: Path, sides: Sequence[str] = ()) -> None:
     cannot be."""
     rows, where = read(files, sides)
     title = f"Share of the roofline, {where}"
-    if out.suffix == ".png":
-        png(rows, title, out)
-    elif out.suffix == ".svg":
-        out.write_text(svg(rows, title))
-    else:
+    if out.suffix not in (".png", ".svg"):
         raise ValueError(f"{out}: a picture's name ends in .svg or .png")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix == ".png":
+            png(rows, title, out)
+        else:
+            out.write_text(svg(rows, title), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error}") from None

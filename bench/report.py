@@ -96,14 +96,18 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Write the file: after every row and at once, so that a run that is cut short leaves what it found."""
+        """Write the file: after every row and at once, so that a run that is cut short leaves what it found. Where that fails (a full disk)
+        it is said, and the run goes on: its tables are still printed."""
         path = self.settings.json
-        if path is not None:
+        if path is None:
+            return
+        content = {**self.head, "seconds": self.settings.budget.spent, "skipped": self.skipped, "rows": self.rows}
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = {**self.head, "seconds": self.settings.budget.spent, "skipped": self.skipped, "rows": self.rows}
-            new = path.with_name(f"{path.name}.new")
-            new.write_text(json.dumps(content, indent=1, default=_plain))
-            new.replace(path)
+            beside(path).write_text(json.dumps(content, indent=1, default=_plain))
+            beside(path).replace(path)
+        except OSError as error:
+            self.say(f"{path} was not written: {error}")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; the first column is text, the others figures."""
@@ -117,6 +121,11 @@ class Report:
             shown.add_row(*row)
         self.console.print(shown)
         sys.stdout.flush()
+
+
+def beside(path: Path) -> Path:
+    """The file that takes the place of the one at `path` once it is whole."""
+    return path.with_name(f"{path.name}.new")
 
 
 def _plain(value: Any) -> Any:

@@ -150,18 +150,17 @@ ROWS = (
 def chosen(names: str) -> list[Row]:
     """The rows named, in the order in which they are named; all of them for "". Raises ValueError naming one that is unknown."""
     known = {row.name: row for row in ROWS}
-    if not names:
-        return list(ROWS)
-    if unknown := [name for name in names.split(",") if name not in known]:
+    asked = [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in asked if name not in known]:
         raise ValueError(f"unknown row {', '.join(unknown)}; known: {', '.join(known)}")
-    return [known[name] for name in names.split(",")]
+    return [known[name] for name in asked] or list(ROWS)
 
 
-def listing(sides: str) -> None:
-    """Print the rows, the seconds that each is expected to take, and those up to its end."""
+def listing(sides: str, rows: Sequence[Row] = ROWS) -> None:
+    """Print rows, the seconds that each is expected to take, and those up to its end."""
     named, sum_ = SETS.get(sides, sides), 0.0
     print(f"{'row':18}{'seconds':>8}{'so far':>8}  command")
-    for row in ROWS:
+    for row in rows:
         sum_ += row.expected(named)
         against = row.against(named)
         words = " ".join([*row.words, *(["--sides", against] if against else [])])

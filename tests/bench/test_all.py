@@ -189,7 +189,26 @@ def test_every_row_is_a_command_that_is_understood(tmp_path):
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(("words", "named"), [(("--rows", "gpt5"), "gpt5"), (("--sides", "fastest"), "fastest")])
+def test_the_rows_that_are_asked_for_are_listed():
+    code, output = run("all", "--list", "--rows", "8b-1, gpt2")
+    assert code == 0 and [line.split()[0] for line in output.splitlines()] == ["row", "8b-1", "gpt2"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    code, output = run("all", "--small", "--out", tmp_path / "file", "--seconds", 5)
+    assert code == 2 and "cannot be written" in " ".join(output.replace("│", "").split())
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--rows", "gpt5"), "gpt5"),
+        (("--sides", "fastest"), "fastest"),
+        (("--seconds", "nan"), "--seconds"),
+        (("--seconds", "-5"), "--seconds"),
+    ],
+)
 def test_mistakes_are_named(words, named):
     code, output = run("all", *words)
     assert code == 2 and named in output
@@ -246,6 +265,27 @@ def test_nothing_to_draw_is_said(tmp_path):
         assert code == 2 and "".join(named.split()) in "".join(output.replace("│", "").split())
     with pytest.raises(ValueError, match="ends in"):
         plot.draw([_drawn(tmp_path)], tmp_path / "p.pdf")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "3", '{"rows": 3}', '{"rows": ["a"]}', '{"runs": 3}', '{"rows": [{"sides": {"dsi": 3}}]}', '{"machine": 1}', "\x00{"]
+    + [json.dumps({"rows": [{"sides": {"dsi": {"roofline share": share}}}]}) for share in ("a", [1], -1, float("inf"), float("nan"))],
+)
+def test_what_is_no_result_is_named(tmp_path, text):
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json is no result of a benchmark: "):
+        plot.draw([_drawn(tmp_path), file], tmp_path / "p.svg")
+    assert not (tmp_path / "p.svg").exists()
+
+
+def test_a_picture_makes_its_folder_or_says_that_it_cannot(tmp_path):
+    plot.draw([_drawn(tmp_path)], tmp_path / "new" / "p.svg")
+    assert (tmp_path / "new" / "p.svg").exists()
+    (tmp_path / "p.svg").mkdir()
+    with pytest.raises(ValueError, match=r"p\.svg cannot be written"):
+        plot.draw([_drawn(tmp_path)], tmp_path / "p.svg")
 
 
 def _drawn(folder):

@@ -26,6 +26,11 @@ def run(*words):
     return result.exit_code, result.output
 
 
+def said(output):
+    """What a message in a box says; it is broken wherever a line is full."""
+    return " ".join(output.replace("│", "").split())
+
+
 def rows_of(path):
     return json.loads(path.read_text())["rows"]
 
@@ -119,11 +124,81 @@ def test_compile_times_cold_and_warm_processes(tmp_path):
         (("attention", "--decode", "1x2x3"), "1x2x3"),
         (("linear", "--shapes", "4096x4096"), "4096x4096"),
         (("linear", "--small", "--choice", "block_q=4"), "block_q"),
+        (("linear", "--small", "--choice", "block_n=24"), "power of two"),
+        (("linear", "--small", "--choice", "split=0"), "split must be 1"),
+        (("linear", "--small", "--choice", "num_warps=many"), "num_warps cannot be 'many'"),
+        (("linear", "--small", "--choice", "schedule=gemm"), "gemm"),
+        (("linear", "--models", "gpt2", "--rows", "0"), "1 or more"),
+        (("decode", "--cases", " , "), "(none)"),
+        (("decode", "--batches", "0,1"), "1 or more"),
+        (("decode", "--live", "600", "--cache", "512"), "a cache of 610"),
+        (("decode", "--live", "-1"), "1 or more"),
+        (("decode", "--limit", "-3"), "--limit"),
+        (("decode", "--budget", "nan"), "--budget"),
+        (("timeline", "--live", "600"), "a cache of 610"),
+        (("bytes", "--live", "600"), "a cache of 610"),
+        (("in-model", "--live", "600"), "a cache of 610"),
+        (("compile", "--cache", "3"), "a cache of 11"),
+        (("deepspeed", "--live", "600", "--room", "512"), "a cache of 610"),
+        (("prefill", "--lengths", "512,0"), "1 or more"),
+        (("regions", "--only", "qkv,mlp"), "unknown region mlp"),
+        (("attention", "--decode", "1x4x3x16x32x9"), "no multiple of 3"),
+        (("attention", "--decode", "1x4x2x16x32xlive"), "numbers of 1 or more"),
+        (("attention", "--decode", "", "--prefill", ""), "no case is left"),
+        (("generate", "--sides", ""), "unknown way (none)"),
+        (("audit", "--device", "H300"), "H300"),
+        (("audit", "--batches", "0"), "1 or more"),
     ],
 )
 def test_mistakes_are_named_before_anything_runs(words, named):
     code, output = run(*words)
-    assert code == 2 and named in output
+    assert code == 2 and named in said(output)
+
+
+def test_lists_may_have_spaces(tmp_path):
+    file = tmp_path / "r.json"
+    code, output = run("decode", "--small", "--cases", "gpt2, bert-large", "--sides", " eager", "--blocks", 1, "--json", file)
+    assert code == 0 and [row["case"] for row in rows_of(file)] == ["gpt2", "bert-large"], output
+
+
+@pytest.mark.parametrize("command", ["decode", "memory", "linear", "repeat"])
+def test_a_file_that_cannot_be_written_is_named_before_anything_runs(tmp_path, command):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "r.json"):
+        code, output = run(command, "--small", "--json", path)
+        assert code == 2 and "cannot be written" in said(output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 0}', '{"format": 1, "devices": {"H200": [{"rows": 0}]}}'])
+def test_a_table_of_defaults_that_cannot_be_added_to_is_named_before_anything_runs(tmp_path, content):
+    file = tmp_path / "defaults.json"
+    file.write_text(content)
+    for command in ("linear", "in-model"):
+        code, output = run(command, "--small", "--defaults", file)
+        assert code == 2 and "no table of defaults" in said(output) and file.read_text() == content
+
+
+def test_a_disk_that_is_full_loses_the_file_and_not_the_run(tmp_path, monkeypatch, capsys):
+    report = Report("test", Settings(against=("eager",), blocks=1, small=True, json=tmp_path / "r.json"))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    x = torch.ones(4)
+    (outcome,) = compare(Workload("ones", {}, torch.float32, lambda side: [lambda: x * 1], lambda: x.double()[None]), report)
+    printed = capsys.readouterr().out
+    assert outcome.problem == "" and "r.json was not written" in printed and "No space left" in printed
+    assert "ones, ms" in printed  # its table
+
+
+def test_a_choice_for_fewer_rows_is_left_out(tmp_path):
+    file = tmp_path / "linear.json"
+    code, output = run("linear", "--small", "--shapes", "16x16x5", "--choice", "max_rows=4", "--json", file)
+    assert code == 0, output
+    own, given = rows_of(file)[0]["choices"]
+    assert given["problem"] == "a kernel for at most 4 rows" and own["rank"] is not None
 
 
 # --------------------------------------------------------------------------------------------------------------------- what holds
