@@ -25,8 +25,12 @@ _lock = threading.Lock()
 
 
 def root() -> Path:
-    """The folder of the cache, which may not exist yet."""
-    return Path(os.environ.get("DSI_CACHE_DIR") or Path.home() / ".cache" / "dsi")
+    """The folder of the cache, which may not exist yet. A user without a home (a container's, say) has one for the process."""
+    try:
+        return Path(os.environ.get("DSI_CACHE_DIR") or "~/.cache/dsi").expanduser()
+    except RuntimeError as error:
+        _warn(Path("~/.cache/dsi"), f"{error} DSI_CACHE_DIR names another folder")
+        return Path(_process_folder()) / "cache"
 
 
 @functools.cache
@@ -82,19 +86,15 @@ class DiskCache:
         if not self.enabled:
             return None
         path = self._path(kind, key)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            _warn(path, str(error))
+        text = read_text(path)
+        if text is None:
             return None
         try:
             stored = json.loads(text)
             if stored["format"] != FORMAT or stored["key"] != key or stored["digest"] != _digest(stored["value"]):
                 raise ValueError("its contents do not belong to its key")
             return stored["value"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             _warn(path, str(error))
             return None
 
@@ -107,13 +107,7 @@ class DiskCache:
     def read_source(self, digest: str) -> str | None:
         """The source text with this digest, None where there is none or it is damaged."""
         path = self.source_path(digest)
-        try:
-            text = path.read_text(encoding="utf-8") if self.enabled else None
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            _warn(path, str(error))
-            return None
+        text = read_text(path) if self.enabled else None
         if text is not None and _source_digest(text) != digest:
             _warn(path, "its text does not have the digest that names it")
             return None
@@ -134,6 +128,19 @@ class DiskCache:
 
     def _path(self, kind: str, key: str) -> Path:
         return self.folder / kind / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".json")
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a file; None where there is none, and, with a warning, where it cannot be read (one for all files of a folder)."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as error:
+        _warn(path, str(error))
+    except OSError as error:
+        _warn(path.parent, str(error))
+    return None
 
 
 def write_text(path: Path, text: str) -> bool:

@@ -48,7 +48,14 @@ def test_without_caching_nothing_is_written(disk, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-DAMAGED = {"empty": "", "cut": '{"format": 1, "key": "k", "val', "foreign": '{"hello": 1}', "list": "[1]", "binary": "\x00\x01"}
+DAMAGED = {
+    "empty": "",
+    "cut": '{"format": 1, "key": "k", "val',
+    "foreign": '{"hello": 1}',
+    "list": "[1]",
+    "binary": "\x00\x01",
+    "deep": "[" * 200000,
+}
 
 
 @pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
@@ -91,6 +98,43 @@ def test_an_unwritable_cache_warns_and_goes_on(tmp_path, monkeypatch):
         warnings.simplefilter("ignore")
         assert disk.read("choices", "k") is None
         assert disk.write_source("y = 2\n", digest_of("y = 2\n")).read_text() == "y = 2\n"
+
+
+def test_a_folder_that_cannot_be_used_is_said_once(tmp_path, monkeypatch):
+    """Not once for each region: where it is a file, and where its files cannot be read."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DSI_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(cache, "_warned", set())
+    with pytest.warns(UserWarning, match="ignoring the cache") as caught:
+        for key in "abc":
+            assert DiskCache("d").read("choices", key) is None
+            DiskCache("d").write("choices", key, 1)
+    assert len(caught) == 1
+
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("DSI_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("pathlib.Path.read_text", refused)
+    with pytest.warns(UserWarning, match="Permission denied") as caught:
+        assert [DiskCache("d").read("choices", key) for key in "abc"] == [None] * 3
+    assert len(caught) == 1
+
+
+def test_a_home_is_found_for_a_tilde_and_not_needed(disk, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DSI_CACHE_DIR", "~/kernels")
+    assert cache.root() == tmp_path / "home" / "kernels"
+    monkeypatch.delenv("DSI_CACHE_DIR")
+    assert cache.root() == tmp_path / "home" / ".cache" / "dsi"
+
+    def homeless(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.expanduser", homeless)  # what a user without an entry in /etc/passwd gets
+    with pytest.warns(UserWarning, match="DSI_CACHE_DIR"):
+        disk.write("choices", "k", 1)
+    assert disk.read("choices", "k") == 1
 
 
 def test_writers_at_once_leave_one_whole_file(disk):
