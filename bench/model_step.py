@@ -75,11 +75,12 @@ class Poisoned:
         from dsi.runtime.region_step import cloned_inputs
 
         self.kernel = kernel
-        self.kept = {*region.in_place, *cloned_inputs(region)}  # outputs that begin as inputs
+        self.kept = set(cloned_inputs(region))  # outputs that begin as copies of inputs
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[Tensor], sizes: Any) -> None:
         for number, output in enumerate(outputs):
-            if number not in self.kept and output.is_floating_point():
+            own = number not in self.kept and all(output is not given for given in inputs)
+            if own and output.is_floating_point():
                 output.fill_(float("nan"))
         self.kernel(inputs, outputs, sizes)
 

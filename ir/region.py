@@ -13,6 +13,9 @@ from .tile import KernelSpec, Plan
 REGION_CUT = "dsi_region_cut"
 """Key of a node's meta: a rule's hint that a region ends at its value. The value says which rule's."""
 
+STORED = "dsi_stored"
+"""Key of a `copy_`'s meta: the kernel of its source's region may store the value in the input itself (set by lowering)."""
+
 REGION_KINDS = ("linear", "attention", "embedding", "row")
 
 

@@ -7,12 +7,12 @@ A functional `kv_write` costs a copy of the whole cache and the epilogue `copy_`
 is all there is to the new value: nothing reads a state of the cache after the next write has replaced it, in the order in which the graph
 runs, and the new value leaves the graph only as that input. A write into a tensor that the graph has just made itself (the lazily allocated
 cache of a prefill) needs no copy either, if nothing else reads that tensor. Every other write stays functional, and the copy is reported.
+What an elementwise region computes for an input may be stored there by its kernel (passes/stored.py).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,14 @@ from dsi.ir.spec import Aliases, output_aliases
 from torch import fx
 
 from .layouts import weights_across
+from .stored import mark_stored, readers, sink
 
 _COPY = torch.ops.aten.copy_.default
 
 
 def lower(gm: fx.GraphModule, context: Context) -> None:
     """Make KV writes of the fused graph `gm` in place where allowed and attach a `KernelSpec` to each region."""
+    sink(gm.graph)
     writes = _writes(gm.graph)
     aliases = output_aliases(gm)  # before anything is written in place
     placed: set[fx.Node] = set()
@@ -55,6 +57,7 @@ def lower(gm: fx.GraphModule, context: Context) -> None:
             _note(context, write, reason)
         elif write.region is not None:
             write.region.in_place[write.output] = write.input
+    mark_stored(gm.graph)
     gm.graph.lint()
     gm.recompile()
     written = _written(gm.graph)
@@ -147,11 +150,11 @@ def _why_not_in_place(copy: fx.Node, chain: list[_Write], aliases: Aliases) -> s
     for write, state in zip(chain, states, strict=False):
         if reason := _why_laid_out_otherwise(write, cache) or _why_writer_reads(write):
             return reason
-        for reader, _ in _readers(state):
+        for reader, _ in readers(state):
             if reader not in (write.at, copy) and reader.op != "output" and order[reader] > order[write.at]:
                 return f"{reader.name} reads {state.name} after {write.at.name} has replaced it"
     for state in states[1:]:
-        for reader, shown in _readers(state):
+        for reader, shown in readers(state):
             if reader.op == "output" and not _listed_as_alias(reader, shown, cache, aliases):
                 return f"the new value {state.name} is returned as a tensor of its own"
     return None
@@ -168,7 +171,7 @@ def _why_laid_out_otherwise(write: _Write, cache: fx.Node) -> str | None:
 def _why_writer_reads(write: _Write) -> str | None:
     """Why `write` cannot have its input and its result in one place: what writes looks at the cache otherwise, too."""
     given = [a for a in write.at.args if isinstance(a, fx.Node)]
-    through = [shown for reader, shown in _readers(write.cache) if reader is write.at and shown is not write.cache]
+    through = [shown for reader, shown in readers(write.cache) if reader is write.at and shown is not write.cache]
     if through or given.count(write.cache) > 1:
         return f"{write.at.name} reads {write.cache.name} otherwise, too{f' (as {through[0].name})' if through else ''}"
     if write.region is None:
@@ -191,27 +194,12 @@ def _why_not_reused(write: _Write) -> str | None:
         return reason
     if write.region is None:
         return f"{write.at.name} is in no region"
-    other = next((reader for reader, _ in _readers(cache) if reader is not write.at), None)
+    other = next((reader for reader, _ in readers(cache) if reader is not write.at), None)
     return f"{other.name} reads {cache.name}, too" if other is not None else None
 
 
 def _aliasing(target: torch._ops.OpOverload) -> bool:
     return any(a.alias_info is not None for a in target._schema.arguments)
-
-
-def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(reader, what it reads) for everything that reads the memory of `node`, through views."""
-    stack = [node]
-    while stack:
-        shown = stack.pop()
-        for user in shown.users:
-            view = user.op == "call_function" and (
-                (isinstance(user.target, torch._ops.OpOverload) and user.target.is_view) or user.target is operator.getitem
-            )
-            if view and user.args[0] is shown:
-                stack.append(user)
-            else:
-                yield user, shown
 
 
 def _listed_as_alias(output: fx.Node, shown: fx.Node, cache: fx.Node, aliases: Aliases) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from dsi.ir.context import Context
 from dsi.ir.errors import DsiInternalError
-from dsi.ir.region import Region
+from dsi.ir.region import STORED, Region
 from torch import fx
 
 from .expand import attribute_of, expansion, in_place_writes, region_of, write_in_place
@@ -168,7 +168,8 @@ class _Builder:
                 slots[node] = self.slot()
                 self.program.constants[slots[node]] = attribute_of(gm, node.target)
             elif node.op == "call_module":
-                slots[node] = self.region(region_of(node), [slots[arg] if isinstance(arg, fx.Node) else (arg,) for arg in node.args], node)
+                arguments = [slots[arg] if isinstance(arg, fx.Node) else (arg,) for arg in node.args]
+                slots[node] = self.region(region_of(node), arguments, node, _stored(node, slots))
             elif node.op == "call_function":
                 self.call(node, slots, write_in_place if node in writes else None, region)
         raise DsiInternalError("a graph without an output node")
@@ -176,6 +177,9 @@ class _Builder:
     def call(self, node: fx.Node, slots: dict[fx.Node, Any], function: Callable[..., Any] | None, region: Region | None) -> None:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and isinstance(slots[node.args[0]], list):
             slots[node] = slots[node.args[0]][node.args[1]]
+            return
+        if node.meta.get(STORED) and slots[node.args[0]] == slots[node.args[1]]:
+            slots[node] = slots[node.args[0]]
             return
         if node.target is torch.ops.aten.copy_.default and region is None and self.copied_at_once(node):
             self.copy(node, slots)
@@ -261,7 +265,8 @@ class _Builder:
         self.program.steps.append(Step([code], f"copy {lists('%{}')}", (*sides[0], *sides[1])))
         slots[node] = into
 
-    def region(self, region: Region, arguments: list[Any], node: fx.Node) -> list[Any]:
+    def region(self, region: Region, arguments: list[Any], node: fx.Node, stored: Mapping[int, int]) -> list[Any]:
+        """Adds the step of a region; gives the slots of its outputs. A kernel stores those in `stored` (output number -> slot) there."""
         self.copies = []
         values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
         kernel = self.kernels(region, values, self.program.sizes, self.begun and _constants_are_inputs(region, node))
@@ -277,11 +282,11 @@ class _Builder:
             for unused, argument in zip(idle, arguments, strict=True)
         ]
         self.views.kernels.add(node)
-        writes = [self.slot() for _ in region.outputs]
+        writes = [stored[number] if number in stored else self.slot() for number in range(len(region.outputs))]
         foreign = {number for number, arg in enumerate(node.args) if isinstance(arg, fx.Node) and not self.ours(arg)}
         variables = [[CODE.format(slot) for slot in some] for some in (reads, writes)]
         sizes, name = self.program.sizes, self.program.name
-        code = region_step(region, kernel, ReferenceKernel(region), variables[0], variables[1], sizes, foreign, name)
+        code = region_step(region, kernel, ReferenceKernel(region), variables[0], variables[1], sizes, foreign, name, set(stored))
         self.program.regions.append((region, kernel))
         tensors = [*values, *(output.meta["val"] for output in region.outputs)]
         self.begun |= not isinstance(kernel, ReferenceKernel) and all(map(never_empty, tensors))
@@ -306,6 +311,12 @@ def _name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return getattr(target, "__name__", str(target))
+
+
+def _stored(call: fx.Node, slots: Mapping[fx.Node, Any]) -> dict[int, int]:
+    """The outputs of a region's call that its kernel may store in an input of the program: output number -> the input's slot."""
+    copies = [(part.args[1], copy) for part in call.users for copy in part.users if copy.meta.get(STORED)]
+    return {number: slots[copy.args[0]] for number, copy in copies}
 
 
 def _constants_are_inputs(region: Region, node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,10 +49,12 @@ def region_step(
     sizes: Sizes,
     foreign: set[int],
     name: Callable[[Any], str],
+    held: Collection[int] = (),
 ) -> list[str]:
     """Lines of code that provide a region's outputs, the variables `writes`, and run its kernel on its inputs, the variables `reads`, and
     the values of the size symbols, `sizes`. A region with an empty tensor runs by `body` instead.
 
+    `held` numbers the outputs whose variables hold a tensor before, in which the kernel stores them.
     `foreign` numbers the inputs that operators make which are not ours: they may come in another layout than their fakes state. `name`
     gives what the code may call a value.
     """
@@ -71,6 +73,8 @@ def region_step(
         lines.append(f"moved{n} = {name(_laid_out)}({reads[n]}, {number(values[n].stride())})")
         reads[n] = f"moved{n}"
     for n, node in enumerate(region.outputs):
+        if n in held:
+            continue
         value, overwritten = node.meta["val"], region.in_place.get(n)
         if overwritten is not None:
             if not _equal_strides(value, values[overwritten]):
