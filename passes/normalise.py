@@ -26,6 +26,7 @@ from dsi.patterns.rules.regrouped_term import RegroupedTerm
 from dsi.patterns.rules.round_trip import RoundTrip
 from dsi.patterns.rules.scaled_queries import ScaledQueries
 from dsi.patterns.rules.scaled_terms import ScaledTerms
+from dsi.patterns.rules.scattered_rows import ScatteredRows
 from dsi.patterns.rules.shifted_softmax import ShiftedSoftmax
 from dsi.patterns.rules.sink_after import SinkAfter
 from dsi.patterns.rules.softmax_cast import SoftmaxCast
@@ -44,6 +45,7 @@ from dsi.patterns.rules.var_mean_parts import VarMeanParts
 from dsi.patterns.rules.view_chain import ViewChain
 from dsi.patterns.rules.view_spelling import ViewSpelling
 from dsi.patterns.rules.viewed_product import ViewedProduct
+from dsi.patterns.rules.weighted_rows import WeightedRows
 from dsi.patterns.rules.windowed_scores import WindowedScores
 from torch import fx
 
@@ -87,10 +89,12 @@ RULES: tuple[type[Rule], ...] = (
     ShiftedSoftmax,
     SubtractedTerm,
     ViewedProduct,
+    WeightedRows,
     SwappedContraction,
     NormOfSum,
     SinkAfter,
     WindowedScores,
+    ScatteredRows,
 )
 
 

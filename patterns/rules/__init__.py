@@ -43,6 +43,7 @@ from .rope_parts import RopeParts
 from .round_trip import RoundTrip
 from .scaled_queries import ScaledQueries
 from .scaled_terms import ScaledTerms
+from .scattered_rows import ScatteredRows
 from .shifted_softmax import ShiftedSoftmax
 from .silu import Silu
 from .sink_after import SinkAfter
@@ -64,6 +65,7 @@ from .var_mean_parts import VarMeanParts
 from .view_chain import ViewChain
 from .view_spelling import ViewSpelling
 from .viewed_product import ViewedProduct
+from .weighted_rows import WeightedRows
 from .windowed_scores import WindowedScores
 
 RULES: tuple[type[Rule], ...] = (
@@ -111,6 +113,7 @@ RULES: tuple[type[Rule], ...] = (
     RoundTrip,
     ScaledQueries,
     ScaledTerms,
+    ScatteredRows,
     ShiftedSoftmax,
     Silu,
     SinkAfter,
@@ -132,5 +135,6 @@ RULES: tuple[type[Rule], ...] = (
     ViewChain,
     ViewSpelling,
     ViewedProduct,
+    WeightedRows,
     WindowedScores,
 )

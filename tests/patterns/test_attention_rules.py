@@ -291,7 +291,7 @@ def test_weights_that_are_dropped_where_scores_were_hidden(fill):
 
 
 DROPPED = {
-    "by another mask": lambda q, k, v, m: (q @ k.mT).masked_fill(m, MIN).softmax(-1).masked_fill(m[..., :1], 0.0) @ v,
+    "by another mask": lambda q, k, v, m: (q @ k.mT).masked_fill(m, MIN).softmax(-1).masked_fill(m.flip(-1), 0.0) @ v,
     "without hidden scores": lambda q, k, v, m: (q @ k.mT).softmax(-1).masked_fill(m, 0.0) @ v,
     "the other ones": lambda q, k, v, m: torch.where(m, (q @ k.mT).masked_fill(m, MIN).softmax(-1), 0.0) @ v,
     "for a number": lambda q, k, v, m: (q @ k.mT).masked_fill(m, MIN).softmax(-1).masked_fill(m, 0.5) @ v,
@@ -302,6 +302,27 @@ DROPPED = {
 @pytest.mark.parametrize("name", DROPPED)
 def test_weights_that_are_dropped_otherwise(name):
     assert stages(DROPPED[name], Q, K, V, ~KEEP)[0] is None
+
+
+ROWS = {
+    "masks of heads": lambda q, k, v, m, f: ((q @ k.mT * 0.3 + m).softmax(-1) * f[:, :1, :, None]) @ v,
+    "a factor a query": lambda q, k, v, m, f: ((q @ k.mT + m).softmax(-1, dtype=torch.float32).to(q.dtype) * f[..., None]) @ v,
+    "queries without anything to see": lambda q, k, v, m, f: (q @ k.mT + m).softmax(-1).masked_fill((f > 0)[..., None], 0.0) @ v,
+    "those that have": lambda q, k, v, m, f: torch.where((f > 0)[..., None], (q @ k.mT + m).softmax(-1), 0.0) @ v,
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_weights_that_are_scaled_or_dropped_as_one(name):
+    node, gm = stages(ROWS[name], Q, K, V, MASK, randn(B, H, S))
+    assert argument(node, "mask") is not None and "aten.bmm.default" not in aten_graphs.targets(gm)
+    stages(ROWS[name], *(t.to(BF) for t in (Q, K, V, MASK, randn(B, H, S))))
+
+
+def test_weights_that_are_scaled_key_by_key():
+    keys, wide = randn(B, 1, 1, L), randn(B, H, S, 1).double()
+    assert stages(lambda q, k, v, f: ((q @ k.mT).softmax(-1) * f) @ v, Q, K, V, keys)[0] is None
+    assert stages(lambda q, k, v, f: (((q @ k.mT).softmax(-1) * f) @ v.double()).float(), Q, K, V, wide)[0] is None
 
 
 def test_batch_and_heads_in_one_for_the_products_alone():

@@ -551,6 +551,21 @@ def put(cache, pos, new, index=(None, None)):
 
 case("kv write: index_copy", {"kv_write": 1}, CACHE, POS, NEW)(lambda c, p, n: torch.index_copy(c, 2, p, n))
 case("kv write: index_put", {"kv_write": 1}, CACHE, POS, NEW)(put)
+case("kv write: scattered", {"scattered_rows": 1, "kv_write": 1}, CACHE, POS, NEW)(
+    lambda c, p, n: c.scatter(2, p.view(1, 1, -1, 1).expand_as(n), n)
+)
+case("kv write: keys and values are scattered", {"scattered_rows": 2, "kv_write": 2}, CACHE, POS[:, None], NEW)(
+    lambda c, p, n: (c.scatter(-2, p.expand(2, 3, 2, 4), n), (c * 2).scatter(-2, p.expand(2, 3, 2, 4), n))
+)
+case("not scattered rows: a position a sequence", {"scattered_rows": 0}, CACHE, POS, NEW[:, :, :1])(
+    lambda c, p, n: c.scatter(2, p.view(2, 1, 1, 1).expand_as(n), n)
+)
+case("not scattered rows: a part of each", {"scattered_rows": 0}, CACHE, POS, NEW[..., :3])(
+    lambda c, p, n: c.scatter(2, p.view(1, 1, -1, 1).expand_as(n), n)
+)
+case("not scattered rows: added", {"scattered_rows": 0}, CACHE, POS, NEW)(
+    lambda c, p, n: c.scatter_add(2, p.view(1, 1, -1, 1).expand_as(n), n)
+)
 case("not kv write: broadcast values", {"kv_write": 0}, CACHE, POS, randn(2, 1))(put)
 case("not kv write: accumulated", {"kv_write": 0}, CACHE, POS, NEW)(lambda c, p, n: torch.ops.aten.index_put(c, [None, None, p], n, True))
 case("not kv write: two index tensors", {"kv_write": 0}, CACHE, POS, randn(2, 3, 4))(
