@@ -146,7 +146,7 @@ def compile_graph(
     from torch._inductor.virtualized import V
 
     static = static_inputs(gm)
-    with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch({**_as_written(), **patches}), _wide_steps():
+    with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch({**_as_written(), **patches}), _indices_as_they_are():
         memory, several = memory_of(gm), several_of_one_memory(gm)
         gm = _joint_graph_passes(compile_fx, gm, inputs)
         keep_apart(gm, memory, written)
@@ -172,27 +172,34 @@ def _as_written() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _wide_steps() -> Iterator[None]:
-    """Within: the step of a vector of consecutive indices is printed as a literal of 64 bits. A plain one, times the number of a lane,
-    overflows from 2**31 on: `torch.arange(16) * 10**9` had wrong numbers. The caller holds the lock.
+def _indices_as_they_are() -> Iterator[None]:
+    """Within: a vector of consecutive indices is computed in 64 bits. A step that is printed as a plain literal overflows from 2**31 on
+    when it is multiplied by the number of a lane: `torch.arange(16) * 10**9` had wrong numbers. In half precision the first index would
+    be rounded before the others are counted from it; those are converted from integers instead. The caller holds the lock.
     """
     try:
-        from torch._inductor.codegen.cpp import CppVecKernel
+        from torch._inductor.codegen.cpp import CppVecKernel, CppVecOverrides
+        from torch._inductor.virtualized import ops
     except ImportError:
-        CppVecKernel = None  # type: ignore[assignment,misc]
-    before = getattr(CppVecKernel, "arange", None)
-    if before is None:
         yield
         return
+    arange, index_expr = CppVecKernel.arange, CppVecOverrides.index_expr
 
-    def arange(self: Any, index: Any, stride: Any) -> Any:
-        return before(self, index, f"{int(stride)}LL" if getattr(stride, "is_Integer", False) or isinstance(stride, int) else stride)
+    def in_64_bits(self: Any, index: Any, stride: Any) -> Any:
+        return arange(self, index, f"{int(stride)}LL" if getattr(stride, "is_Integer", False) or isinstance(stride, int) else stride)
 
-    CppVecKernel.arange = arange  # type: ignore[method-assign]
+    def from_integers(expr: Any, dtype: torch.dtype) -> Any:
+        if dtype not in (torch.float16, torch.bfloat16):
+            return index_expr(expr, dtype)
+        return ops.to_dtype(index_expr(expr, torch.int64), dtype)
+
+    CppVecKernel.arange = in_64_bits  # type: ignore[method-assign]
+    CppVecOverrides.index_expr = staticmethod(from_integers)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        CppVecKernel.arange = before  # type: ignore[method-assign]
+        CppVecKernel.arange = arange  # type: ignore[method-assign]
+        CppVecOverrides.index_expr = staticmethod(index_expr)  # type: ignore[method-assign,assignment]
 
 
 def _joint_graph_passes(compile_fx: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

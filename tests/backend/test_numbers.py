@@ -90,6 +90,18 @@ def test_numbers_are_eagers(function, inputs, executor, dynamic):
         torch.testing.assert_close(got, function(*inputs), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_places_in_half_precision_are_rounded_integers(dtype, recwarn):
+    def places(x):
+        return (torch.arange(5000) * 3 + 1).to(dtype) * x, (torch.arange(9)[:, None] - torch.arange(5000)).to(dtype) + x
+
+    x = torch.full((5000,), 2.0, dtype=dtype)
+    with torch.no_grad():
+        got = torch.compile(places, backend="dsi")(x)
+    assert all(torch.equal(one, other) for one, other in zip(got, places(x), strict=True))
+    assert not any("slowly" in str(warning.message) for warning in recwarn)
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_a_derivative_of_zeros_has_no_memory_to_be_read(before):
     x = torch.ones(3, requires_grad=True)
