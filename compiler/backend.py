@@ -12,6 +12,7 @@ from dsi.ir.errors import DsiInternalError
 from dsi.ir.options import Options
 from dsi.ir.randomness import is_random
 from dsi.passes.dropout import WRITTEN_THROUGH
+from dsi.passes.nested import inline_nested
 from dsi.passes.pipeline import PIPELINE
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -36,6 +37,7 @@ def dsi(
     """
     parsed = with_rules(Options.parse(options, mode))
     context = Context(parsed, fuel=Fuel(parsed.fuel))
+    inline_nested(gm)
     with no_collections(), _compiling(), observe.observing(gm, context) as observer:
         with observer.timed("guard"):
             reason = why_aside(gm, example_inputs)
