@@ -188,6 +188,8 @@ def _why_not_reused(write: _Write) -> str | None:
         return (
             f"{cache.name} is no input that the graph writes back to"
             if cache.op == "placeholder"
+            else f"{cache.name} is a part of {base.name}, and only a cache in a tensor of its own is written in place"
+            if (base := _base(cache)).op == "placeholder" and base is not cache
             else f"{cache.name} is not the graph's own"
         )
     if reason := _why_laid_out_otherwise(write, cache) or _why_writer_reads(write):

@@ -47,6 +47,7 @@ from dsi.patterns.rules.view_spelling import ViewSpelling
 from dsi.patterns.rules.viewed_product import ViewedProduct
 from dsi.patterns.rules.weighted_rows import WeightedRows
 from dsi.patterns.rules.windowed_scores import WindowedScores
+from dsi.patterns.rules.written_part import WrittenPart
 from torch import fx
 
 from .complexes import in_reals
@@ -80,6 +81,7 @@ RULES: tuple[type[Rule], ...] = (
     RegroupedTerm,  # before SoftmaxView, which moves the second view away
     SoftmaxView,
     FilledParts,
+    WrittenPart,
     SoftmaxSpelled,
     FillChain,
     ScaledQueries,

@@ -67,6 +67,7 @@ from .view_spelling import ViewSpelling
 from .viewed_product import ViewedProduct
 from .weighted_rows import WeightedRows
 from .windowed_scores import WindowedScores
+from .written_part import WrittenPart
 
 RULES: tuple[type[Rule], ...] = (
     Attention,
@@ -137,4 +138,5 @@ RULES: tuple[type[Rule], ...] = (
     ViewedProduct,
     WeightedRows,
     WindowedScores,
+    WrittenPart,
 )

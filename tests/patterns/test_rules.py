@@ -491,7 +491,7 @@ def filled(a, b, width, order=(0, 1)):
 A3, B5 = randn(2, 4, 3), randn(2, 4, 5)
 case("filled parts", {"filled_parts": 1}, A3, B5)(lambda a, b: filled(a, b, 8) * 2)
 case("filled parts, the last first", {"filled_parts": 1}, A3, B5)(lambda a, b: filled(a, b, 8, (1, 0)) * 2)
-case("not filled parts: one is repeated", {"filled_parts": 0}, A3, B5)(lambda a, b: filled(a, b[..., :1], 8) * 2)
+case("filled parts: one is repeated", {"filled_parts": 1}, A3, B5)(lambda a, b: filled(a, b[..., :1], 8) * 2)
 case("not filled parts: some entries stay", {"filled_parts": 0}, A3, B5, randn(2, 4, 9))(
     lambda a, b, x: x.slice_scatter(a, 2, 0, 3).slice_scatter(b, 2, 3, 8)
 )
@@ -566,6 +566,26 @@ case("not scattered rows: a part of each", {"scattered_rows": 0}, CACHE, POS, NE
 case("not scattered rows: added", {"scattered_rows": 0}, CACHE, POS, NEW)(
     lambda c, p, n: c.scatter_add(2, p.view(1, 1, -1, 1).expand_as(n), n)
 )
+
+
+def layers(cache, pos, new, read=0):
+    """A write into one of two layers that lie in one tensor, one into the other, and both read."""
+    first = cache[0].index_copy(1, pos, new[0])
+    cache = torch.select_scatter(cache, first, 0, 0)
+    second = torch.slice_scatter(cache[1], cache[read] * 2, 1, 0)
+    cache = torch.select_scatter(cache, second, 0, -1)
+    return cache, cache[0] + cache[1], cache[-2, :, 1:2]
+
+
+case("written part: of two layers", {"written_part": 5, "kv_write": 1}, CACHE, POS, NEW)(layers)
+case("written part: the other layer is read", {"written_part": 5, "kv_write": 1}, CACHE, POS, NEW)(lambda *args: layers(*args, read=1))
+case("written part: slices", {"written_part": 3}, X, randn(1, 3, 10))(
+    lambda x, a: (lambda y: (y[1:].cos(), y[:1].sin(), y[0:1].exp()))(torch.slice_scatter(x, a, 0, 1, 5))
+)
+case("not a written part: more is read", {"written_part": 0}, X, randn(2, 2, 10))(
+    lambda x, a: (lambda y: (y[:, :2].cos(), y[:, 2:].sin(), y[:, ::2].exp()))(torch.slice_scatter(x, a, 1, 1, 3))
+)
+case("not a written part: another dimension", {"written_part": 0}, X, randn(2, 10))(lambda x, a: torch.select_scatter(x, a, 1, 0)[0].cos())
 case("not kv write: broadcast values", {"kv_write": 0}, CACHE, POS, randn(2, 1))(put)
 case("not kv write: accumulated", {"kv_write": 0}, CACHE, POS, NEW)(lambda c, p, n: torch.ops.aten.index_put(c, [None, None, p], n, True))
 case("not kv write: two index tensors", {"kv_write": 0}, CACHE, POS, randn(2, 3, 4))(
