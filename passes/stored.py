@@ -21,8 +21,8 @@ _COPY = torch.ops.aten.copy_.default
 
 
 def sink(graph: fx.Graph) -> None:
-    """Moves regions of which nothing is used but what the epilogue copies to inputs in front of the epilogue: behind what reads these inputs.
-    To be done while the graph is functional but for its epilogue."""
+    """Moves regions of which nothing is used but what the epilogue copies to inputs in front of the epilogue, behind what reads these
+    inputs. To be done while the graph is functional but for its epilogue."""
     copies = graph.find_nodes(op="call_function", target=_COPY)
     written = {copy.args[0] for copy in copies}
     for call in list(graph.nodes):
