@@ -11,6 +11,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import typer
 
+from bench.arguments import why_unwritable
+
 Against = Annotated[str, typer.Option("--against", "--sides", help="Sides, by commas (bench/sides.py names them).")]
 Json = Annotated[Path | None, typer.Option("--json", help="File for everything that was measured.")]
 Seconds = Annotated[
@@ -54,16 +56,8 @@ def settings(
 
 def writable(path: Path, option: str) -> None:
     """Ends the command where no file can be written there: said before anything is measured, since what was measured would be lost."""
-    from bench.report import beside
-
-    try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside(path).touch()
-        beside(path).unlink()
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{str(path)!r} cannot be written: {error}", param_hint=option) from None
+    if reason := why_unwritable(path):
+        raise typer.BadParameter(f"{str(path)!r} cannot be written: {reason}", param_hint=option)
 
 
 def table_of_defaults(path: Path | None, read: Callable[[Path], Any]) -> None:

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from bench import models
+from bench.arguments import count
 from bench.generate import cache_argument, static_cache
 
+PROMPT = 16  # tokens
 SIDES = {"dsi": "dsi", "default": "inductor"}
 INT8 = "dsi int8"
 
@@ -45,7 +47,7 @@ def one_step(compiled: Any, cache: dict[str, Any]) -> torch.Tensor:
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Median milliseconds a step of each side, rounds taking turns, and how far the logits lie apart."""
     model = models.smollm2(dtype=getattr(torch, arguments.dtype))
-    prompt = torch.arange(100, 116)[None]
+    prompt = torch.arange(100, 100 + PROMPT)[None]
     ready, logits = {}, {}
     sides = {**SIDES, **({INT8: INT8} if arguments.int8 else {})}
     for name, backend in sides.items():
@@ -76,7 +78,7 @@ def first_step(arguments: argparse.Namespace) -> tuple[float, float]:
     """What the first step of one side takes in this process (capture, compilation and the step): seconds on the wall, and of processors
     with the C++ compiler's, which other load on the machine hardly changes."""
     model = models.smollm2()
-    compiled, cache = prepare(model, SIDES[arguments.side], arguments.cache, torch.arange(100, 116)[None])
+    compiled, cache = prepare(model, SIDES[arguments.side], arguments.cache, torch.arange(100, 100 + PROMPT)[None])
     start, spent = time.perf_counter(), processor_seconds()
     one_step(compiled, cache)
     return time.perf_counter() - start, processor_seconds() - spent
@@ -120,15 +122,18 @@ def cold(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=int, default=512, help="length of the static cache")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=4, help="steps of each side a round")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cache", type=count, default=512, help="length of the static cache")
+    parser.add_argument("--rounds", type=count, default=20)
+    parser.add_argument("--steps", type=count, default=4, help="steps of each side a round")
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model")
     parser.add_argument("--int8", action="store_true", help="dsi with int8 weights, too")
     parser.add_argument("--cold", action="store_true", help="time compilation with empty caches instead")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    needed = PROMPT + 1 + (0 if arguments.cold or arguments.side else arguments.rounds * arguments.steps)
+    if arguments.cache < needed:
+        parser.error(f"a cache of {arguments.cache} has no room for the {needed} tokens of the prompt and the steps")
     torch.set_num_threads(arguments.threads)
     if arguments.side:
         print(*first_step(arguments))

@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import models
+from bench.arguments import count, output
 from bench.generate import Generation, greedy, largest_error
 
 PROMPT = "What is a compiler? Answer in one sentence."
@@ -157,7 +158,8 @@ def main() -> int:
     arguments = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if device == "cuda" else torch.float32
-    shutil.rmtree(arguments.dump, ignore_errors=True)
+    for old in arguments.dump.glob("graph_[0-9][0-9][0-9]"):  # nothing else that may lie there
+        shutil.rmtree(old)
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     console.print(f"[bold]dsi[/bold] on {where}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}")
 
@@ -267,7 +269,6 @@ def write_json(
         "regions": {name: Counter(r.kind for c in contexts for r in c.report.regions) for name, contexts in graphs.items()},
         "hits": {name: sum((c.report.hits for c in contexts), Counter()) for name, contexts in graphs.items()},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
@@ -275,10 +276,10 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", default=PROMPT, help="the user's message")
-    parser.add_argument("--tokens", type=int, default=48, help="generate at most so many tokens")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of timing")
-    parser.add_argument("--dump", type=Path, default=Path("out/demo"), help="folder of the debug dump (replaced)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("--tokens", type=count, default=48, help="generate at most so many tokens")
+    parser.add_argument("--rounds", type=count, default=5, help="rounds of timing")
+    parser.add_argument("--dump", type=Path, default=Path("out/demo"), help="folder of the debug dump; a former one's graphs are replaced")
+    parser.add_argument("--json", type=output, help="write the figures to this file too")
     return parser.parse_args()
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import path
+from bench.arguments import counts, output, some_of
 from bench.generate import cache_argument, static_cache
 from bench.kernels import cuda_kernels, is_generated, layer_kernels, library_kind
 from bench.models import hot
@@ -231,15 +232,15 @@ def table(results: list[Result]) -> Any:
 def parse(words: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.layer_check", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default="gpt2,llama,bert,neox")
-    parser.add_argument("--phases", default="prefill,decode,encode")
-    parser.add_argument("--dtypes", default="fp16,bf16,fp32")
-    parser.add_argument("--batches", default="1", help="batch sizes, e.g. 1,4")
+    parser.add_argument("--models", type=some_of(PHASES), default="gpt2,llama,bert,neox")
+    parser.add_argument("--phases", type=some_of(("prefill", "decode", "encode")), default="prefill,decode,encode")
+    parser.add_argument("--dtypes", type=some_of(DTYPES), default="fp16,bf16,fp32")
+    parser.add_argument("--batches", type=counts, default="1", help="batch sizes, e.g. 1,4")
     parser.add_argument("--library", action="store_true", help="allow library kernels")
     parser.add_argument("--small", action="store_true", help="toy sizes")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dump", type=Path, help="folder of dsi's debug dump")
-    parser.add_argument("--json", type=Path, help="write the results, kernel names included, to this file")
+    parser.add_argument("--json", type=output, help="write the results, kernel names included, to this file")
     parser.add_argument("--trace", action="store_true", help="print tracebacks")
     return parser.parse_args(words)
 
@@ -253,15 +254,14 @@ def main(words: list[str] | None = None) -> int:
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "the CPU (no kernels are counted here)"
     console.print(f"{where}, torch {torch.__version__}, library={arguments.library}")
     results = []
-    for model in arguments.models.split(","):
-        for phase in (p for p in PHASES[model] if p in arguments.phases.split(",")):
-            for batch in map(int, arguments.batches.split(",")):
-                for dtype in arguments.dtypes.split(","):
+    for model in arguments.models:
+        for phase in (p for p in PHASES[model] if p in arguments.phases):
+            for batch in arguments.batches:
+                for dtype in arguments.dtypes:
                     results.append(check(model, phase, dtype, batch, arguments))
                     last = results[-1]
                     console.print(f"{model} {phase} b{batch} {dtype}: {'; '.join(last.problems) or 'ok'} ({last.seconds:.0f} s)")
                     if arguments.json:  # after every case: a run that is cut short leaves what it found
-                        arguments.json.parent.mkdir(parents=True, exist_ok=True)
                         text = json.dumps({"where": where, "torch": torch.__version__, "results": [asdict(r) for r in results]}, indent=1)
                         arguments.json.write_text(text)
     console.print(table(results))

@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 
 from bench import models, texts
+from bench.arguments import count, output
 from bench.path import backend
 
 WINDOW = 512
@@ -120,12 +121,12 @@ def batches(sentences: list[str]) -> Iterator[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--sentences", type=int, default=200)
+    parser.add_argument("--json", type=output)
+    parser.add_argument("--windows", type=count, default=8)
+    parser.add_argument("--sentences", type=count, default=200)
     parser.add_argument("--only", default="", help="parts of rows' names, by commas; fp32 is always among them")
     parser.add_argument("--r-library", default="", help="the folder of R packages that holds janeaustenr")
-    parser.add_argument("--layers", type=int, help="blocks of SmolLM2 that are kept: to try the command")
+    parser.add_argument("--layers", type=count, help="blocks of SmolLM2 that are kept: to try the command")
     arguments = parser.parse_args()
     backend()  # so that the checkout's dsi is found where none is installed
     transformers.utils.logging.disable_progress_bar()
@@ -177,7 +178,6 @@ def show(result: dict[str, Any], row: dict[str, Any], path: Path | None) -> None
     texts_ = [format(value, spec) if value is not None else "" for value, spec in cells]
     print(f"| {row['format']} | {' | '.join(texts_)} | {row.get('seconds', '')} |", flush=True)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bench.arguments import some_of
 from bench.generate import cache_argument, static_cache
 from bench.models import hot
 
@@ -78,15 +79,12 @@ def spoken(counts: Mapping[str, int]) -> str:
 def main(words: list[str] | None = None) -> int:
     """Print the tables; 0 where every layer is four linear regions and one of attention, and leaves no operator alone."""
     parser = argparse.ArgumentParser(prog="python -m bench.regions", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="some of the five, by commas")
+    parser.add_argument("--models", type=some_of(MODELS), default=MODELS, help="some of the five, by commas")
     parser.add_argument("--hits", action="store_true", help="the hits of each rule too")
     arguments = parser.parse_args(words)
-    names = [name.strip() for name in arguments.models.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in MODELS]:
-        parser.error(f"unknown model {', '.join(unknown)}; known: {', '.join(MODELS)}")
     good = True
     rows, hits, left = [], [], {}
-    for name in names:
+    for name in arguments.models:
         for phase in ("encode",) if name == "BERT" else ("prefill", "decode"):
             one, two = report_of(name, phase, 1), report_of(name, phase, 2)
             layer = more(kinds_of(two), kinds_of(one))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bench import timing
+from bench.arguments import beside
 
 WIDTH = 110  # of a table where the output is not a terminal
 
@@ -121,11 +122,6 @@ class Report:
             shown.add_row(*row)
         self.console.print(shown)
         sys.stdout.flush()
-
-
-def beside(path: Path) -> Path:
-    """The file that takes the place of the one at `path` once it is whole."""
-    return path.with_name(f"{path.name}.new")
 
 
 def _plain(value: Any) -> Any:
