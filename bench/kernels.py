@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 import warnings
@@ -27,6 +28,8 @@ def traced(call: Callable[[], Any]) -> list[dict[str, Any]]:
     """The events of torch.profiler's trace of one call of `call`, CUDA's included."""
     from torch.profiler import ProfilerActivity, profile
 
+    # Else CUPTI stays, and each launch of the process is dearer from then on: wall times of what has most launches would suffer most.
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of cycles, of which there is one
