@@ -229,24 +229,31 @@ def _mode_of(node: fx.Node) -> Any:
     return next((mode for n in node.all_input_nodes if (mode := getattr(n.meta.get("example_value"), "fake_mode", None)) is not None), None)
 
 
-def _replace(node: fx.Node, given: dict[str, Any], apart: Callable[[dict[str, Any]], Any], name: str) -> None:
-    """Record `apart` in front of `node` and let it take the place of the result, or of the first of two."""
+def inserted(node: fx.Node, name: str, apart: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+    """The node of what `apart` computes of `args` and `kwargs`, recorded in front of `node` by the rule `name`."""
     graph = node.graph
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    if apart is _forward:
-        given = given | _facts(given)
-    proxies = {k: fx.Proxy(v, tracer) if isinstance(v, fx.Node) else v for k, v in given.items()}
+    args, kwargs = fx.node.map_arg((args, kwargs), lambda n: fx.Proxy(n, tracer))
     before = node.prev
     with graph.inserting_before(node):
-        result = apart(proxies).node
+        result = apart(*args, **kwargs).node
     each = before.next
     while each is not node:
-        args, kwargs = fx.node.map_arg((each.args, each.kwargs), lambda n: n.meta["example_value"])
+        reads, names = fx.node.map_arg((each.args, each.kwargs), lambda n: n.meta["example_value"])
         with torch.no_grad(), _mode_of(node) or contextlib.nullcontext():
-            value = getattr(args[0], str(each.target))(*args[1:], **kwargs) if each.op == "call_method" else each.target(*args, **kwargs)  # type: ignore[operator]
+            value = getattr(reads[0], str(each.target))(*reads[1:], **names) if each.op == "call_method" else each.target(*reads, **names)  # type: ignore[operator]
         each.meta |= {k: node.meta[k] for k in ("stack_trace", "source_fn_stack", "nn_module_stack") if k in node.meta}
         each.meta |= {"example_value": value, "dsi_provenance": (name, node.name)}
         each = each.next
+    return result
+
+
+def _replace(node: fx.Node, given: dict[str, Any], apart: Callable[[dict[str, Any]], Any], name: str) -> None:
+    """Record `apart` in front of `node` and let it take the place of the result, or of the first of two."""
+    graph = node.graph
+    if apart is _forward:
+        given = given | _facts(given)
+    result = inserted(node, name, apart, (given,), {})
     if apart is not _encoder_layer:  # a result and None
         for item in list(node.users):
             item.replace_all_uses_with(result)  # of the other, nothing is used

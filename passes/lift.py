@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .autocast import idle_autocast_gone
 from .composites import take_apart
 from .dropout import idle_dropout_gone
+from .ranks import attention_of_four_dimensions
 from .specialise import specialise
 from .writes import may_write
 
@@ -48,6 +49,7 @@ def lift(gm: fx.GraphModule, context: Context) -> None:
     idle_autocast_gone(gm)
     idle_dropout_gone(gm)
     take_apart(gm, context)
+    attention_of_four_dimensions(gm, context)
     missed: dict[str, Refusal] = {}
     for node in list(gm.graph.nodes):
         if node.op != "call_function":

@@ -22,6 +22,7 @@ from dsi.patterns.rules.norm_of_sum import NormOfSum
 from dsi.patterns.rules.outer_product import OuterProduct
 from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.permuted_scores import PermutedScores
+from dsi.patterns.rules.product_without_term import ProductWithoutTerm
 from dsi.patterns.rules.regrouped_term import RegroupedTerm
 from dsi.patterns.rules.round_trip import RoundTrip
 from dsi.patterns.rules.scaled_queries import ScaledQueries
@@ -84,6 +85,7 @@ RULES: tuple[type[Rule], ...] = (
     WrittenPart,
     SoftmaxSpelled,
     FillChain,
+    ProductWithoutTerm,
     ScaledQueries,
     ScaledTerms,
     LowestBound,

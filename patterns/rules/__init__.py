@@ -31,6 +31,7 @@ from .outer_product import OuterProduct
 from .partial_rope import PartialRope
 from .permute_chain import PermuteChain
 from .permuted_scores import PermutedScores
+from .product_without_term import ProductWithoutTerm
 from .regrouped_term import RegroupedTerm
 from .relu import Relu
 from .repeated_heads import RepeatedHeads
@@ -102,6 +103,7 @@ RULES: tuple[type[Rule], ...] = (
     PartialRope,
     PermuteChain,
     PermutedScores,
+    ProductWithoutTerm,
     RegroupedTerm,
     Relu,
     RepeatedHeads,

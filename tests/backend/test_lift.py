@@ -261,8 +261,39 @@ def test_only_one_of_key_and_value_is_copied():
     assert context.report.hits["lift.attention"] == 1 and "expand" in targets(gm)
 
 
+RANKS = {
+    "heads in the batch": lambda q, k, v: sdpa(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale=0.3),
+    "one head alone": lambda q, k, v: sdpa(q[:, 1], k[:, 1], v[:, 1], (torch.arange(L) < 3) | (torch.arange(S)[:, None] > 1)),
+    "a mask a sequence": lambda q, k, v: sdpa(q[:, 0], k[:, 0], v[:, 0], torch.arange(B * S * L).view(B, S, L) % 5 < 3),
+    "windows": lambda q, k, v: sdpa(q[:, None], k[:, None], v[:, None], is_causal=True),
+    "windows of queries side by side": lambda q, k, v: (lambda x: (x, x.transpose(2, 3).reshape(1, B, S, H * E), x.view(-1)))(
+        sdpa(q.transpose(1, 2).contiguous().transpose(1, 2)[None], k[None], v[None])
+    ),
+    "windows of a mask": lambda q, k, v: sdpa(q[None, None], k[None, None], v[None, None], (torch.arange(L) < 3).expand(S, L)),
+}
+
+
+@pytest.mark.parametrize("name, dynamic", [*((name, None) for name in RANKS), ("heads in the batch", True)])
+def test_attention_of_other_ranks(name, dynamic):
+    _, context = lifted(lambda q, k, v: RANKS[name](q, k, v), *qkv(), dynamic=dynamic)
+    assert context.report.hits["lift.attention_rank"] == context.report.hits["lift.attention"] == 1
+
+
+OTHER_RANKS = {
+    "heads of keys for several of queries": lambda q, k, v: sdpa(q[0], k[0, :1], v[0, :1]),
+    "windows that are repeated": lambda q, k, v: sdpa(q[None].expand(3, -1, -1, -1, -1), k[None], v[None]),
+    "a mask a window": lambda q, k, v: sdpa(q[None], k[None], v[None], torch.ones(1, B, 1, S, L, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RANKS)
+def test_attention_of_other_ranks_that_is_left(name):
+    _, context = lifted(lambda q, k, v: OTHER_RANKS[name](q, k, v), *qkv())
+    assert_left(context, "lift.attention", "rank 4")
+
+
 LEFT = {
-    "rank 4": lambda q, k, v: sdpa(q[0], k[0], v[0]),
+    "rank 4": lambda q, k, v: sdpa(q[0, 0], k[0, 0], v[0, 0]),
     "batch": lambda q, k, v: sdpa(q, k[:1], v[:1]),
     "no keys": lambda q, k, v: sdpa(q, k[:, :, :0], v[:, :, :0]),
 }

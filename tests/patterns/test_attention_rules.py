@@ -319,6 +319,22 @@ def test_rows_of_weights_that_are_scaled_or_dropped_as_one(name):
     stages(ROWS[name], *(t.to(BF) for t in (Q, K, V, MASK, randn(B, H, S))))
 
 
+def test_a_product_onto_memory_alone():
+    """As diffusers and Megatron have it: `beta` is 0."""
+
+    def attend(q, k, v, m, beta=0, alpha=0.25, split=True):
+        q, k, v = (t.reshape(B * H, *t.shape[2:]) for t in (q, k, v))
+        scores = torch.baddbmm(torch.zeros(B * H, S, L, dtype=q.dtype), q, k.mT, beta=beta, alpha=alpha)
+        scores = scores.view(B, H, S, L) + m if split else scores
+        return torch.bmm(scores.softmax(-1).view(B * H, S, L), v)
+
+    assert stages(attend, Q, K, V, MASK)[0].kwargs["scale"] == 0.25
+    assert stages(lambda *args: attend(*args, alpha=1), Q, K, V, MASK)[0].kwargs["scale"] == 1.0
+    assert stages(lambda *args: attend(*args, split=False), Q, K, V, MASK)[0].kwargs["scale"] == 0.25
+    stages(attend, *(t.to(BF) for t in (Q, K, V, MASK)))
+    assert stages(lambda *args: attend(*args, beta=2), Q, K, V, MASK)[0] is None, "a term that counts twice"
+
+
 def test_weights_that_are_scaled_key_by_key():
     keys, wide = randn(B, 1, 1, L), randn(B, H, S, 1).double()
     assert stages(lambda q, k, v, f: ((q @ k.mT).softmax(-1) * f) @ v, Q, K, V, keys)[0] is None
