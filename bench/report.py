@@ -19,6 +19,7 @@ import torch
 from bench import timing
 from bench.arguments import beside
 
+ANYWHERE = ("audit", "generate")  # commands whose sizes suit a CPU
 WIDTH = 110  # of a table where the output is not a terminal
 
 
@@ -50,6 +51,8 @@ class Report:
         self.machine = machine()
         self.head = {"command": command, "words": sys.argv[1:], "machine": self.machine}
         self.say(", ".join(f"{key} {value}" for key, value in self.machine.items()))
+        if settings.device == "cpu" and not settings.small and command not in ANYWHERE:
+            self.say("there is no CUDA device: sizes made for one may take hours; --small tries toy ones")
 
     def measure_rates(self, dtypes: Sequence[torch.dtype] = ()) -> None:
         """Measure what shares of the roofline are taken of: the read bandwidth, and the matrix rate of `dtypes`."""

@@ -171,13 +171,15 @@ def table() -> dict[str, tuple[Entry, ...]]:
 def read(path: Path) -> dict[str, tuple[Entry, ...]]:
     """The entries of a file by device. Raises ValueError where it is of another format."""
     stored = json.loads(path.read_text(encoding="utf-8"))
-    if stored.get("format") != FORMAT:
-        raise ValueError(f"{path.name} has format {stored.get('format')}, and {FORMAT} is read")
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT or not isinstance(stored.get("devices"), dict):
+        found = stored.get("format") if isinstance(stored, dict) else type(stored).__name__
+        raise ValueError(f"{path.name} has format {found}, and {FORMAT} with devices is read")
     return {device: tuple(Entry(**value) for value in values) for device, values in stored["devices"].items()}
 
 
 def write(path: Path, device_name: str, entries: Sequence[Entry]) -> None:
-    """Adds entries for a device, by its CUDA name, to a file that may not exist yet; one with the same key is replaced."""
+    """Adds entries for a device, by its CUDA name, to a file that may not exist yet; one with the same key is replaced. The file is
+    whole at any time."""
     found = read(path) if path.exists() else {}
     name = find_device(device_name).name
     merged = {other.key: other for other in (*found.get(name, ()), *entries)}
@@ -187,4 +189,6 @@ def write(path: Path, device_name: str, entries: Sequence[Entry]) -> None:
         each = ",\n".join("   " + json.dumps(value.model_dump(exclude_defaults=True)) for value in values)
         lines.append(f'  "{device}": [\n{each}\n  ]' if values else f'  "{device}": []')
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"format": {FORMAT}, "devices": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+    new = path.with_name(f"{path.name}.new")  # a run that is ended while it writes must not leave half a table
+    new.write_text(f'{{"format": {FORMAT}, "devices": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+    new.replace(path)

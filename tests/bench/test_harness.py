@@ -155,6 +155,14 @@ def test_mistakes_are_named_before_anything_runs(words, named):
     assert code == 2 and named in said(output)
 
 
+def test_without_a_device_sizes_made_for_one_are_warned_of(capsys):
+    hints = []
+    for command, small in (("decode", False), ("decode", True), ("generate", False)):
+        Report(command, Settings(small=small))
+        hints.append("no CUDA device" in capsys.readouterr().out)
+    assert hints == [True, False, False]
+
+
 def test_lists_may_have_spaces(tmp_path):
     file = tmp_path / "r.json"
     code, output = run("decode", "--small", "--cases", "gpt2, bert-large", "--sides", " eager", "--blocks", 1, "--json", file)

@@ -187,11 +187,28 @@ def test_a_newer_measurement_replaces_an_older_one(table):
     assert len(file.read_text().splitlines()) == 5  # an entry a line
 
 
+def test_a_write_that_is_broken_off_leaves_the_table_as_it_was(table, monkeypatch):
+    """It ships, and no kernel is made without it."""
+    file = table((projection(1), GEMV))
+    before = file.read_text()
+
+    def half(path, text, **more):
+        with path.open("w", **more) as out:
+            out.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        defaults.write(file, "H200", [defaults.entry(projection(1), dataclasses.replace(GEMV, num_warps=8), 1.0)])
+    assert file.read_text() == before
+
+
 def test_another_format_is_refused(tmp_path):
     file = tmp_path / "defaults.json"
-    file.write_text('{"format": 0, "devices": {}}')
-    with pytest.raises(ValueError, match="format 0"):
-        defaults.read(file)
+    for text, named in (('{"format": 0, "devices": {}}', "format 0"), ("[]", "format list"), ('{"format": 1}', "devices")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=named):
+            defaults.read(file)
     file.write_text('{"format": 1, "devices": {"H200": [{"rows": 1, "columns": 1, "inner": 1, "choice": {}, "us": 1, "blocks": 3}]}}')
     with pytest.raises(ValueError, match="blocks"):
         defaults.read(file)
