@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from dsi.quantize.wrappers import bare
 from torch import nn
 
 from .config import InferenceConfig
@@ -79,7 +80,7 @@ def _gpu() -> torch.device:
 
 
 def _uncompile(module: nn.Module) -> None:
-    """Take back `module.compile()` and `module.forward = torch.compile(module.forward)`: one compiler at a time."""
+    """Take back `module.compile()`, `module.forward = torch.compile(module.forward)` and `torch.compile(part)`: one compiler at a time."""
     found = False
     for part in module.modules():
         if getattr(part, "_compiled_call_impl", None) is not None:
@@ -87,6 +88,9 @@ def _uncompile(module: nn.Module) -> None:
         original = getattr(part.__dict__.get("forward"), "_torchdynamo_orig_callable", None)
         if original is not None:
             part.forward, found = original, True
+        for name, child in part._modules.items():
+            if (inside := bare(child)) is not child:
+                part._modules[name], found = inside, True
     if found:
         warn("dsi: the module was compiled in place before; the engine takes that back, and compiles the module itself")
 

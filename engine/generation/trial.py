@@ -60,7 +60,7 @@ def trial(decoder: Decoder, number: int) -> tuple[LayerShape, ...]:
     twin = copy.deepcopy(decoder.model, {id(tensor): tensor for tensor in tensors})
     _experts_without_contents(twin)
     device = tensors[0].device if tensors else torch.device("cpu")
-    with _quiet(), torch.no_grad(), torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), torch.inference_mode(False), _without_contents():
         ids = torch.zeros(ROWS, NEW, dtype=torch.int64, device=device)
         mask = torch.ones(ROWS, SLOTS, dtype=torch.int64, device=device) if decoder.always_masked else None
         layers: list[Any]
@@ -82,12 +82,14 @@ def _experts_without_contents(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Within: torch does not log operators that fail on tensors without contents. What fails here is no news."""
+def _without_contents() -> Iterator[None]:
+    """Within: tensors have no contents. What a model compiles by itself runs uncompiled, as a kernel would read memory that is not there,
+    and torch does not log operators that fail: what fails here is no news."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
-        yield
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         log.disabled = before
 

@@ -15,6 +15,9 @@ from dsi.engine.generation.examine import examine
 from dsi.engine.generation.rolling import mask_of_slots
 from dsi.engine.generation.steps import Steps
 from generating import REFERENCE, VOCABULARY, eager, left_padded, prompt, small_llama
+from torch._subclasses.fake_tensor import FakeTensor
+
+import dsi
 
 BASE = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -191,3 +194,36 @@ def test_what_a_preparation_leaves_on_the_model_reaches_its_forward():
     assert torch.equal(generator.generate(prompt(1, 7), max_new_tokens=4, eos_token_id=None), expected)
     assert "leaves something on the model" in generator.why_not_ours
     assert model.scale == 0.5
+
+
+def test_what_a_model_compiles_by_itself_is_never_given_tensors_without_contents():
+    """Its kernels would read memory that is not there, which ends the process."""
+    model, given = small_llama(), []
+
+    def backend(gm, inputs):
+        def run(*values):
+            given.extend(values)
+            return gm(*values)
+
+        return run
+
+    activation = model.model.layers[0].mlp.act_fn = torch.nn.Identity()
+    activation.forward = torch.compile(lambda x: torch.nn.functional.silu(x), backend=backend)
+    ids = prompt(1, 5)
+    expected = model.generate(ids, max_new_tokens=3)
+    assert given
+    given.clear()
+    generator = generator_of(model)
+    assert torch.equal(generator.generate(ids, max_new_tokens=3), expected) and generator.why_not_ours == ""
+    assert not any(isinstance(value, FakeTensor) for value in given)
+
+
+def test_parts_that_torch_compile_wraps_are_taken_back():
+    model = small_llama()
+    expected = model.generate(prompt(1, 5), max_new_tokens=3)
+    layer = model.model.layers[0]
+    model.model.layers[0] = torch.compile(layer, backend="eager")
+    with pytest.warns(UserWarning, match="was compiled in place before"):
+        engine = dsi.init_inference(model, dtype=None, replace_with_kernel_inject=True, options=REFERENCE)
+    assert model.model.layers[0] is layer
+    assert torch.equal(engine.generate(prompt(1, 5), max_new_tokens=3), expected) and engine.generator.why_not_ours == ""
