@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from .devices import Device
 from .kernel import Choice
-from .linear_fit import BLOCKS, FITS
+from .linear_fit import BLOCKS, FITS, WORDS, Fit
 from .linear_occupancy import programs_of, registers, resident, shared_bytes
 from .linear_work import LinearWork, linear_work
 from .word_cost import EXCHANGE, LAUNCHED, WORD_SPREAD, word_slots
@@ -24,15 +24,15 @@ __all__ = ["LinearWork", "linear_seconds", "linear_work", "programs_of", "regist
 # Fitted, too. Operations of the vector units: for each element of a weight beside the multiply-adds of gemv, by its size; for int8 on its
 # way to the matrix units; for each element of the rows that gemv, skinny and tiled compute in every program, by the norm (a layer norm's
 # passes are in it). How much of one step's arithmetic comes on top of its latency.
-CONVERSIONS, CONVERTED = {1: 10.9, 2: 9.8, 4: 2.0}, {"skinny": 11.0, "tiled": 5.0}
+CONVERSIONS, CONVERTED = {1: 10.9, 2: 8.7, 4: 2.0}, {"skinny": 11.0, "tiled": 5.0}
 ROWS = {
-    "gemv": {"": 0.0, "rms": 7.2, "layer": 132.0},
+    "gemv": {"": 0.0, "rms": 7.2, "layer": 20.0},
     "skinny": {"": 1.4, "rms": 9.0, "layer": 12.5},
     "tiled": {"": 4.0, "rms": 20.0, "layer": 20.0},
 }
-EXPOSED = 0.22
+EXPOSED, WORDS_EXPOSED = 0.15, 0.22
 # By which memory is slower for each doubling of the rows of a weight that a program of gemv reads side by side.
-SPREAD = 0.1
+SPREAD = 0.115
 # Shares of the matrix units' rate. Of skinny's tiles at least 64 columns tall, as the newer units want it, and of others; of tiled's, whose
 # small tiles read their operands more often than they multiply: the area at which half of it is reached; with rows that are computed on
 # their way, and not loaded straight into shared memory.
@@ -59,7 +59,7 @@ def linear_seconds(work: LinearWork, choice: Choice, device: Device) -> float:
     apart = int8 or (choice.apart and not work.bare)
     if apart:
         # `tiled`'s was fitted to norms over 512 rows, beside which digits cost little: theirs is the kernel that skinny's few rows have.
-        fit = FITS["skinny" if int8 and choice.schedule == "tiled" else choice.schedule]
+        fit = FITS["skinny"] if int8 and choice.schedule == "tiled" else _fit(choice, int8)
         # Digits of words need a pass of their own for each row's unit; in the other schedules' fit it is contained.
         passes = len(work.reductions) + (1 if choice.schedule == "gemv" and int8 else 0)
         seconds = fit.apart + fit.reading * passes + 2 * work.rows * work.inner * work.x_bytes / device.bandwidth
@@ -83,7 +83,7 @@ def _sooner(work: LinearWork, choice: Choice, apart: bool, device: Device) -> fl
 
 def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Device) -> float:
     in_blocks, processors = work.in_blocks(choice), device.processors
-    fit = BLOCKS if in_blocks else FITS[choice.schedule]
+    fit = BLOCKS if in_blocks else _fit(choice, int8)
     programs, together = programs_of(work, choice), resident(work, choice, device)
     on_processor = min(together, math.ceil(programs / processors))
     share = work.inner / choice.split
@@ -104,11 +104,11 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     waves = programs / (processors * together)
     waves = math.ceil(waves) if waves <= UNROUNDED else waves + 0.5
     latency, spread, words = fit.latency * device.latency, 1.0, int8 and choice.schedule == "gemv"
-    launched = programs * LAUNCHED if words else 0.0
+    launched = programs * LAUNCHED if choice.schedule == "gemv" else 0.0
     if choice.schedule == "gemv":  # each step's tile is asked for a step ahead
         busy = arithmetic / (programs * steps) * processors * on_processor
         turns = (steps - 1) // 2 if words else steps - 1  # two tiles are under way at a time
-        one = latency + turns * max(latency, 2 * busy if words else busy) + EXPOSED * busy
+        one = latency + turns * max(latency, 2 * busy if words else busy) + (WORDS_EXPOSED if words else EXPOSED) * busy
         one += EXCHANGE if words and choice.num_warps > 1 else 0.0
         if not work.across:
             spread = 1 + (WORD_SPREAD if words else SPREAD) * math.log2(choice.block_n)
@@ -132,6 +132,10 @@ def _product_seconds(work: LinearWork, choice: Choice, int8: bool, device: Devic
     if choice.split > 1:
         seconds += fit.meeting + 2 * 4 * choice.split * work.rows * work.columns / (fit.cache * device.cache)
     return seconds + (0.0 if device.capability >= 90 else device.launch - device.dependent)
+
+
+def _fit(choice: Choice, int8: bool) -> Fit:
+    return WORDS if int8 and choice.schedule == "gemv" else FITS[choice.schedule]
 
 
 def _arithmetic(work: LinearWork, choice: Choice, int8: bool, device: Device, tiles: int, steps: int) -> float:
