@@ -22,6 +22,7 @@ from dsi.patterns.rules.norm_of_sum import NormOfSum
 from dsi.patterns.rules.outer_product import OuterProduct
 from dsi.patterns.rules.permute_chain import PermuteChain
 from dsi.patterns.rules.permuted_scores import PermutedScores
+from dsi.patterns.rules.pointwise_convolution import PointwiseConvolution
 from dsi.patterns.rules.product_without_term import ProductWithoutTerm
 from dsi.patterns.rules.regrouped_term import RegroupedTerm
 from dsi.patterns.rules.round_trip import RoundTrip
@@ -41,6 +42,7 @@ from dsi.patterns.rules.subtracted_term import SubtractedTerm
 from dsi.patterns.rules.sum_of_mean import SumOfMean
 from dsi.patterns.rules.swapped_contraction import SwappedContraction
 from dsi.patterns.rules.transpose_spelling import TransposeSpelling
+from dsi.patterns.rules.turned_activation import TurnedActivation
 from dsi.patterns.rules.unsqueezed_view import UnsqueezedView
 from dsi.patterns.rules.var_mean_parts import VarMeanParts
 from dsi.patterns.rules.view_chain import ViewChain
@@ -99,6 +101,8 @@ RULES: tuple[type[Rule], ...] = (
     SinkAfter,
     WindowedScores,
     ScatteredRows,
+    PointwiseConvolution,
+    TurnedActivation,
 )
 
 

@@ -31,6 +31,7 @@ from .outer_product import OuterProduct
 from .partial_rope import PartialRope
 from .permute_chain import PermuteChain
 from .permuted_scores import PermutedScores
+from .pointwise_convolution import PointwiseConvolution
 from .product_without_term import ProductWithoutTerm
 from .regrouped_term import RegroupedTerm
 from .relu import Relu
@@ -61,6 +62,7 @@ from .swapped_contraction import SwappedContraction
 from .symbolic_heads import SymbolicHeads
 from .tanh import Tanh
 from .transpose_spelling import TransposeSpelling
+from .turned_activation import TurnedActivation
 from .unsqueezed_view import UnsqueezedView
 from .var_mean_parts import VarMeanParts
 from .view_chain import ViewChain
@@ -103,6 +105,7 @@ RULES: tuple[type[Rule], ...] = (
     PartialRope,
     PermuteChain,
     PermutedScores,
+    PointwiseConvolution,
     ProductWithoutTerm,
     RegroupedTerm,
     Relu,
@@ -133,6 +136,7 @@ RULES: tuple[type[Rule], ...] = (
     SymbolicHeads,
     Tanh,
     TransposeSpelling,
+    TurnedActivation,
     UnsqueezedView,
     VarMeanParts,
     ViewChain,

@@ -316,6 +316,29 @@ def test_output_projections_by_einsum_sum_in_the_order_of_the_weight(equation, s
     assert "clone" not in " ".join(aten_graphs.targets(gm))
 
 
+W1, B12 = randn(12, 10, 1), randn(12)
+
+
+def rows_first(convolution):
+    return lambda x, *weights: convolution(x.transpose(1, 2), *weights).transpose(1, 2)
+
+
+case("a convolution of rows is a linear", {"pointwise_convolution": 1}, X, W1, B12)(rows_first(F.conv1d))
+case("two of them, with an activation", {"pointwise_convolution": 2, "turned_activation": 1}, X, W1, randn(5, 12, 1))(
+    rows_first(lambda x, w, v: F.conv1d(F.gelu(F.conv1d(x, w)), v))
+)
+case("a convolution of channels that lie last", {"pointwise_convolution": 1}, randn(2, 3, 5, 10), W1[..., None], B12)(
+    lambda x, w, b: F.conv2d(x.permute(0, 3, 1, 2), w, b)
+)
+case("no linear: channels first in memory", {"pointwise_convolution": 0}, X, randn(4, 3, 1))(F.conv1d)
+case("no linear: three entries", {"pointwise_convolution": 0}, X, randn(4, 10, 3))(rows_first(F.conv1d))
+case("no linear: groups", {"pointwise_convolution": 0}, X, randn(4, 5, 1))(rows_first(lambda x, w: F.conv1d(x, w, groups=2)))
+case("no linear: every second", {"pointwise_convolution": 0}, X, W1)(rows_first(lambda x, w: F.conv1d(x, w, stride=2)))
+case("no linear: padding", {"pointwise_convolution": 0}, X, W1)(rows_first(lambda x, w: F.conv1d(x, w, padding=1)))
+case("no linear: transposed", {"pointwise_convolution": 0}, X, randn(10, 4, 1))(rows_first(F.conv_transpose1d))
+case("not there and back", {"turned_activation": 0}, randn(3, 3, 3))(lambda x: x.permute(1, 2, 0).relu().permute(1, 2, 0))
+
+
 def test_a_product_a_head_is_no_linear():
     x, w = randn(2, 5, 3, 4), randn(3, 4, 6)
     gm, context = stages(lambda x, w: torch.einsum("blhd,hde->blhe", x, w), x, w)
