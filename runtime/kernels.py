@@ -68,11 +68,12 @@ def kernels_for(region: Region, context: Context, few: bool = False) -> KernelSe
     with _lock:
         if memo not in _sets:
             disk = DiskCache(device, context.options.cache and bool(region.key))
-            stored = None if memo in _outdated else _read(disk, memo[1], few)
+            won = _won(region, disk)
+            stored = None if memo in _outdated else _read(disk, memo[1], few, won)
             _sets[memo] = stored if stored is not None else _generate(region, device, disk.enabled, few)
             _outdated.discard(memo)
             if stored is None:
-                _write(disk, memo[1], _sets[memo])
+                _write(disk, memo[1], _sets[memo], won)
         found = _sets[memo]
     if isinstance(found, KernelSet):
         region.kernels = list(found.variants)
@@ -93,7 +94,8 @@ def keep(region: Region, context: Context, found: KernelSet) -> None:
         _sets[device, name] = found
     region.kernels = list(found.variants)
     if region.key:
-        _write(DiskCache(device, context.options.cache), name, found)
+        disk = DiskCache(device, context.options.cache)
+        _write(disk, name, found, _won(region, disk))
 
 
 def renew(regions: Sequence[Region], device: str) -> None:
@@ -172,11 +174,24 @@ def _numbers(value: Any, part: str) -> Sequence[Any]:
     return {"value": (), "size": value.shape, "stride": value.stride()}[part]
 
 
-def _read(disk: DiskCache, key: str, few: bool) -> KernelSet | None:
+def _won(region: Region, disk: DiskCache) -> list[dict[str, Any] | None]:
+    """The winners of trials that are known now, by buckets of rows. Kernels that are stored were made with those that were known then, by
+    this process or another, which may have been ended between its trials and its kernels."""
+    from dsi.codegen import cost
+
+    if not disk.enabled or region.spec is None:
+        return []
+    found = [winner(disk.device, disk.enabled, region.key, bucket) for bucket in cost.buckets(region.spec.plan)]
+    return [None if choice is None else dataclasses.asdict(choice) for choice in found]
+
+
+def _read(disk: DiskCache, key: str, few: bool, won: Sequence[Any]) -> KernelSet | None:
     stored = disk.read("regions", key)
     if stored is None:
         return None
     try:
+        if stored["won"] != won:
+            return None
         variants = []
         for value in stored["variants"]:
             source = disk.read_source(value["digest"])
@@ -189,7 +204,7 @@ def _read(disk: DiskCache, key: str, few: bool) -> KernelSet | None:
         return None  # of another format; it is generated and written anew
 
 
-def _write(disk: DiskCache, key: str, found: KernelSet | Refusal) -> None:
+def _write(disk: DiskCache, key: str, found: KernelSet | Refusal, won: Sequence[Any]) -> None:
     if not disk.enabled or isinstance(found, Refusal):
         return
     try:
@@ -198,6 +213,7 @@ def _write(disk: DiskCache, key: str, found: KernelSet | Refusal) -> None:
             "rows": expression_to_json(found.rows),
             "symbols": {name: list(origin) for name, origin in found.symbols.items()},
             "spared": found.spared,
+            "won": won,
         }
     except ValueError:
         return  # an expression that cannot be stored: generated in each process

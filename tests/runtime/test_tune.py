@@ -110,6 +110,17 @@ def test_equal_regions_share_a_winner_and_another_process_has_it():
     assert len(trials.timed) == 1  # of this process
 
 
+def test_a_winner_counts_where_its_kernel_was_never_made():
+    """Of a process that was ended after its trials, or while another stored what it had made without knowing of them."""
+    outer = linear()
+    before, other = launched(outer), ranked(outer)[3]  # made untuned, and stored
+    known.write_winner(DEVICE, True, outer.regions[0].key, None, other)
+    for module, name in [(kernels, "_sets"), (known, "_winners")]:
+        getattr(module, name).clear()
+    tuned = launched(linear(name="later"), mode="default")
+    assert tuned != before and tuned[2] == other.num_warps and tuned[1].items() >= {"BLOCK_N": other.block_n}.items()
+
+
 def test_without_a_cache_a_winner_serves_this_process_only(tmp_path):
     outer = linear()
     run(outer, Stand(), cache=False)
