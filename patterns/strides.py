@@ -19,7 +19,8 @@ from .effects import has_effect
 
 aten = torch.ops.aten
 
-# Operators whose result depends on how their input lies in memory, and not on its values alone.
+# Operators whose result depends on how their input lies in memory, and not on its values alone. So may that of graphs that an operator
+# calls (flex attention's lies as the query does), which are not looked into.
 _READS_LAYOUT = frozenset({aten.as_strided.default, aten.view.dtype, aten.sym_stride.int, aten.sym_storage_offset.default})
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 
@@ -95,7 +96,7 @@ class Restrider:
             source = min(pending)
             pending.remove(source)
             for user in sorted(source.users):
-                if user.op != "call_function" or user.target in _READS_LAYOUT:
+                if user.op != "call_function" or user.target in _READS_LAYOUT or isinstance(user.target, torch._ops.HigherOrderOperator):
                     if not isinstance(was[source], torch.Tensor) or memory_order(was[source]) is None:
                         return None
                     restores.setdefault(source, (was[source], []))[1].append(user)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -145,6 +146,7 @@ def compile_graph(
     from torch._inductor import compile_fx, config
     from torch._inductor.virtualized import V
 
+    _drop_unread_parts(gm)
     static = static_inputs(gm)
     with compile_lock(), V.set_fake_mode(fake_mode_of(inputs)), config.patch({**_as_written(), **patches}), _indices_as_they_are():
         memory, several = memory_of(gm), several_of_one_memory(gm)
@@ -157,6 +159,13 @@ def compile_graph(
         )
         compiled = compile_fx.compile_fx_inner(gm, inputs, static_input_idxs=static, is_inference=True)
     return told_apart(boxed(compiled), several)
+
+
+def _drop_unread_parts(gm: fx.GraphModule) -> None:
+    """Erase parts of a tuple that nothing reads: Inductor makes fewer than the operator has (flex attention's, on a CPU)."""
+    for node in reversed(gm.graph.find_nodes(op="call_function", target=operator.getitem)):
+        if not node.users:
+            gm.graph.erase_node(node)
 
 
 def _as_written() -> dict[str, Any]:
