@@ -295,10 +295,11 @@ def audit_command(
     from bench.shapes import SHAPES
 
     path.backend()  # so that the package is found
-    from dsi.codegen.devices import DEVICES
+    from dsi.codegen.devices import DEVICES, SMALLER
 
-    if not any(name in device for name in DEVICES):
-        raise typer.BadParameter(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
+    known = (*DEVICES, *(smaller.name for smaller in SMALLER.values()))
+    if not any(name in device for name in known):
+        raise typer.BadParameter(f"unknown device {device!r}; known: {', '.join(known)}")
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise typer.BadParameter("TRITON_INTERPRET is set: Triton's interpreter compiles nothing; unset it")
     shared = settings("dsi", 1, None, False, None, json)

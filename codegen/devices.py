@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +38,18 @@ H100 = Device("H100", 90, 132, 3.11e12, {2: 790e12, 4: 67e12}, 67e12, 1.2e-6, 22
 A100 = Device("A100", 80, 108, 1.90e12, {2: 249e12, 4: 19.5e12}, 19.5e12, 1.2e-6, 163 * 1024, 5e12, 0.6e-6, 1.2e-6)
 
 DEVICES = {device.name: device for device in (H200, H100, A100)}
+# Devices of no name above whose programs may use less shared memory, by compute capability (CUDA's programming guide): choices for a large
+# one would not fit them. Their rates are not known: those of the A100 only shift block sizes.
+SMALLER = {
+    capability: replace(A100, name=f"sm_{capability}", capability=capability, shared=kilobytes * 1024)
+    for capability, kilobytes in {70: 96, 75: 64, 86: 99, 89: 99, 120: 99, 121: 99}.items()
+}
 
 
 def find_device(name: str) -> Device:
-    """The table's entry whose name occurs in a CUDA device's name ("NVIDIA H200"); the H200 where none does, which only shifts block
-    sizes."""
-    return next((device for key, device in DEVICES.items() if key in name), H200)
+    """The table's entry whose name occurs in a CUDA device's name ("NVIDIA H200"); else what its capability says, where that stands behind
+    it ("NVIDIA L4 sm_89"); else the H200."""
+    named = next((device for key, device in DEVICES.items() if key in name), None)
+    behind = re.search(r"\bsm_(\d+)$", name)
+    capability = int(behind[1]) if behind else H200.capability
+    return named or SMALLER.get(capability) or (A100 if capability < H200.capability else H200)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import sympy
 import torch
-from dsi.codegen import Choice, cost, generate, linear_cost
-from dsi.codegen.devices import A100, DEVICES, H200, find_device
+from dsi.codegen import Choice, cost, defaults, generate, linear_cost
+from dsi.codegen.devices import A100, DEVICES, H200, SMALLER, find_device
 from dsi.codegen.linear_choices import SCRATCH
 from dsi.codegen.linear_cost import linear_work, shared_bytes
 from dsi.codegen.roofline import assumptions
@@ -292,6 +292,27 @@ def test_devices_are_found_by_their_cuda_names():
     assert find_device("NVIDIA H200 sm_90") is H200 and find_device("none") is H200
     for device in DEVICES.values():
         assert device.bandwidth > 1e12 and device.matrix[2] > device.matrix[4] and device.launch < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "kilobytes"),
+    [("NVIDIA L4 sm_89", 99), ("NVIDIA A10G sm_86", 99), ("Tesla T4 sm_75", 64), ("NVIDIA GeForce RTX 5090 sm_120", 99)],
+)
+def test_a_device_with_less_shared_memory_gets_choices_that_fit_it(name, kilobytes):
+    """What was measured on an H200 is taken there alone: it asks for up to 192 KB."""
+    device = find_device(name)
+    assert device.shared == kilobytes * 1024 and f"sm_{device.capability}" in name
+    for rows in (1, 8, 32):
+        spec = on_meta(lambda rows=rows: plans.projection(BF16, rows, 4096, 4096, strided=False))
+        work = linear_work(spec, rows, {})
+        assert defaults.lookup(spec, None, name) is None
+        assert all(shared_bytes(work, choice) <= device.shared for choice in cost.candidates(spec, None, device))
+        assert rows == 1 or shared_bytes(work, defaults.lookup(spec, None, "NVIDIA H200 sm_90")) > device.shared
+
+
+def test_other_names_are_told_by_their_capability():
+    assert find_device("NVIDIA B200 sm_100") is H200 and find_device("NVIDIA GH200 480GB sm_90") is H200
+    assert find_device("NVIDIA A800-SXM4-80GB sm_80") is A100 and find_device("sm_89") is SMALLER[89]
 
 
 def test_shared_memory_of_branches_that_exclude_each_other_is_not_underestimated():
