@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-from dsi.quantize.wrappers import bare
 from torch import nn
 
 from .config import InferenceConfig
@@ -89,8 +88,9 @@ def _uncompile(module: nn.Module) -> None:
         if original is not None:
             part.forward, found = original, True
         for name, child in part._modules.items():
-            if (inside := bare(child)) is not child:
-                part._modules[name], found = inside, True
+            while isinstance(child, torch._dynamo.eval_frame.OptimizedModule):
+                part._modules[name] = child = child._orig_mod
+                found = True
     if found:
         warn("dsi: the module was compiled in place before; the engine takes that back, and compiles the module itself")
 
