@@ -246,7 +246,7 @@ def main(
         raise typer.BadParameter(str(error)) from None
     report = Report("attention_sweep", shared)
     report.measure_rates([DTYPES[dtype]] if prefill else [])
-    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    name = timing.device_name()
     with ExitStack() as stack, torch.no_grad():
         pool = stack.enter_context(CompilePool(name)) if device == "cuda" else None
         queued = []

@@ -61,9 +61,17 @@ def writable(path: Path, option: str) -> None:
 
 
 def table_of_defaults(path: Path | None, read: Callable[[Path], Any]) -> None:
-    """Ends the command where winners cannot be added to the file at `path`, which may not exist yet and is read by `read`."""
+    """Ends the command where winners cannot be added to the file at `path`, which may not exist yet and is read by `read`; on a GPU that
+    the table has no name for they would be taken for another's."""
     if path is None:
         return
+    from dsi.codegen.devices import DEVICES
+
+    from bench.timing import device_name
+
+    name = device_name()
+    if name and not any(known in name for known in DEVICES):
+        raise typer.BadParameter(f"winners are kept for {', '.join(DEVICES)}, and this is {name}", param_hint="--defaults")
     writable(path, "--defaults")
     try:
         if path.exists():

@@ -120,7 +120,7 @@ def run(settings: Settings, cases: Sequence[Case], plan: Plan) -> Report:
     report = Report("linear", settings)
     report.measure_rates()
     path.backend()  # so that the package is found
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    name = timing.device_name()
     queued: deque[Tried] = deque()
     with ExitStack() as stack, torch.no_grad():
         pool = stack.enter_context(CompilePool(name)) if torch.cuda.is_available() else None

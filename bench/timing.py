@@ -46,6 +46,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def device_name() -> str:
+    """The device's name with its capability behind it, as caches and codegen/devices.py name it; "" without a device."""
+    if not torch.cuda.is_available():
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} sm_{major}{minor}"
+
+
 def nothing() -> None:
     """For calls that need no preparation."""
 

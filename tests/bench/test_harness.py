@@ -187,6 +187,13 @@ def test_a_table_of_defaults_that_cannot_be_added_to_is_named_before_anything_ru
         assert code == 2 and "no table of defaults" in said(output) and file.read_text() == content
 
 
+def test_winners_of_a_gpu_without_a_name_in_the_table_are_kept_for_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "device_name", lambda: "NVIDIA L4 sm_89")
+    for command in ("linear", "in-model"):
+        code, output = run(command, "--small", "--defaults", tmp_path / "defaults.json")
+        assert code == 2 and "winners are kept for H200, H100, A100, and this is NVIDIA L4 sm_89" in said(output)
+
+
 def test_a_disk_that_is_full_loses_the_file_and_not_the_run(tmp_path, monkeypatch, capsys):
     report = Report("test", Settings(against=("eager",), blocks=1, small=True, json=tmp_path / "r.json"))
 
