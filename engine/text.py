@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from dsi.ir.errors import DsiError
 
 from .dtypes import dtype_of
 from .inference import init_inference
+from .loading import pretrained
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Streamed:
 def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
     """The model and tokenizer of a folder, or of a hub id. dtype "auto": the checkpoint's on a GPU, float32 on a CPU.
 
-    Raises `DsiError`, a sentence, where there is no such model, or none that generates.
+    Raises `DsiError`, a sentence, where there is no such model, none that generates, or none whose files are whole.
     """
     try:
         import transformers
@@ -83,20 +82,7 @@ def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any
         wanted = torch.float32
     elif wanted == torch.int8:
         wanted = "auto"  # what is left floating-point; the engine makes the rest int8
-    _check_folder(name)
-    try:
-        config = transformers.AutoConfig.from_pretrained(name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        both = getattr(config, "is_encoder_decoder", False)
-        kind = transformers.AutoModelForSeq2SeqLM if both else transformers.AutoModelForCausalLM
-        model, found = kind.from_pretrained(name, dtype=wanted, output_loading_info=True)
-    except (OSError, ValueError) as error:
-        raise DsiError(_why(name, error)) from None
-    if missing := sorted(found["missing_keys"]):
-        raise DsiError(
-            f"{name!r} lacks {len(missing)} weights that {type(model).__name__} generates with ({missing[0]}, ...), which would be random "
-            "numbers: give a model that was trained to generate text"
-        )
+    model, tokenizer = pretrained(name, wanted)
     return model.to(place), tokenizer
 
 
@@ -187,28 +173,3 @@ def _device(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DsiError(f"--device {name}: torch sees no CUDA GPU here")
     return device
-
-
-def _check_folder(name: str) -> None:
-    """Say early what is wrong with a path: the hub's errors speak of ids."""
-    path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise DsiError(f"the folder {name} has no config.json: give one that save_pretrained wrote, or a hub id such as org/model")
-    elif path.exists():
-        raise DsiError(
-            f"{name} is a file; give the folder of a model (with config.json, weights and tokenizer), or a hub id such as org/model"
-        )
-    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise DsiError(f"there is no folder {name}; give the folder of a model, or a hub id such as org/model")
-
-
-def _why(name: str, error: Exception) -> str:
-    """The sentence for what transformers raised while it loaded `name`."""
-    first = str(error).strip().splitlines()[0]
-    if Path(name).is_dir():
-        return f"the model in {name} cannot be loaded to generate text: {first}"
-    offline = (
-        " HF_HUB_OFFLINE is set, so that only what was fetched before is found." if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""
-    )
-    return f"{name!r} is no folder here, and the hub gave no such model.{offline} transformers says: {first}"

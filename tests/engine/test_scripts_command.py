@@ -1,5 +1,6 @@
 """`dsi generate`: streamed text equals what generate makes; options; sentences for what cannot be found or done."""
 
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import transformers
 import zoo
 from dsi.engine import text
 from dsi.ir.errors import DsiError
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
@@ -120,6 +122,32 @@ def test_mistakes_are_sentences(arguments, sentence, folder, tmp_path):
     result = run(*(places.get(argument, argument) for argument in arguments))
     assert result.exit_code == 1 and not result.stdout
     assert sentence in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:-100]),
+            "model.safetensors is damaged (Error while",
+        ),
+        (lambda file: file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "model.safetensors is a pointer of git"),
+        (lambda file: _rewrite(file, lambda name, value: (f"_orig_mod.{name}", value)), "it has _orig_mod.lm_head.weight instead"),
+        (lambda file: _rewrite(file, lambda name, value: (name, value[:3])), "lm_head.weight is [3, 64] in the file and ["),
+        (lambda file: (file.parent / "config.json").write_text("{"), "is not a valid JSON file"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_a_sentence(change, sentence, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    change(tmp_path / "copy" / "model.safetensors")
+    result = run(tmp_path / "copy", "hi")
+    assert result.exit_code == 1 and not result.stdout
+    assert sentence in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
+
+
+def _rewrite(file, change):
+    changed = dict(change(name, value.clone()) for name, value in load_file(file).items())
+    save_file({name: value.contiguous() for name, value in changed.items()}, file, metadata={"format": "pt"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
