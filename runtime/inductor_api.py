@@ -203,12 +203,12 @@ def _indices_as_they_are() -> Iterator[None]:
         return ops.to_dtype(index_expr(expr, torch.int64), dtype)
 
     CppVecKernel.arange = in_64_bits  # type: ignore[method-assign]
-    CppVecOverrides.index_expr = staticmethod(from_integers)  # type: ignore[method-assign,assignment]
+    CppVecOverrides.index_expr = staticmethod(from_integers)  # type: ignore[method-assign]
     try:
         yield
     finally:
         CppVecKernel.arange = arange  # type: ignore[method-assign]
-        CppVecOverrides.index_expr = staticmethod(index_expr)  # type: ignore[method-assign,assignment]
+        CppVecOverrides.index_expr = staticmethod(index_expr)  # type: ignore[method-assign]
 
 
 def _joint_graph_passes(compile_fx: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
