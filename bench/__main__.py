@@ -230,7 +230,7 @@ def generate_command(
     from bench import generation
 
     shared = settings("eager", blocks, dtype, small, budget, json)
-    names = cases or ("gpt2,smollm2-135m,llama-3-8b" if shared.device == "cuda" else generation.REAL)
+    names = cases or ("gpt2,smollm2-135m,llama-3-8b" if shared.device == "cuda" else "gpt2" if small else generation.REAL)
     ways = known_ones(against, generation.SIDES, "way")
     if [name for name in listed(names) if name != generation.REAL] or not listed(names):
         models(",".join(name for name in listed(names) if name != generation.REAL), decoders=True)

@@ -126,7 +126,8 @@ def workload(name: str, settings: Settings, new: int, length: int, batch: int, l
         ids = torch.randint(3, shape.vocab, (batch, length), generator=g).to(settings.device)
     count = model.config.num_hidden_layers
     facts = {"case": name, "layers": count, "batch": batch, "prompt": ids.shape[1], "new": new, "dtype": str(dtype).removeprefix("torch.")}
-    title = f"{name}{' (toy)' if settings.small else ''}, {count} layers, {facts['dtype']}, b{batch}, {ids.shape[1]} + {new} tokens"
+    toy = " (toy)" if settings.small and name != REAL else ""
+    title = f"{name}{toy}, {count} layers, {facts['dtype']}, b{batch}, {ids.shape[1]} + {new} tokens"
     return Workload(title, model, ids, new, facts)
 
 

@@ -38,8 +38,8 @@ def test_a_side_that_fails_is_named_and_the_others_are_timed(tmp_path, monkeypat
 
 
 def test_words_of_the_command():
-    result = CliRunner().invoke(app, ["generate", "--small", "--cases", "gpt2", "--against", "eager", "--blocks", "1"])
-    assert result.exit_code == 0 and "ms a token" in result.output
+    result = CliRunner().invoke(app, ["generate", "--small", "--against", "eager", "--blocks", "1"])
+    assert result.exit_code == 0 and "ms a token" in result.output and "gpt2 (toy), 2 layers" in result.output  # no real model
     assert CliRunner().invoke(app, ["generate", "--against", "eager,fast"]).exit_code != 0
     assert CliRunner().invoke(app, ["generate", "--cases", "bert-large"]).exit_code != 0
 
