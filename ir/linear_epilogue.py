@@ -88,7 +88,7 @@ class Epilogue:
                 raise fail(self.node, f"{self.node.name} mixes rows {row} and {other[0]} of {leaf.node.name}", 3)
         form = linear_form(row, self.atoms.atoms)
         digits = mixed_radix(form[0], self.atoms.atoms) if form is not None and form[1] == 0 else None
-        if row.has(FloorDiv, Mod):
+        if any(cut.free_symbols & self.atoms.atoms.keys() for cut in row.atoms(FloorDiv, Mod)):  # a size may be a quotient
             raise fail(self.node, f"{self.node.name} regroups dimensions of {leaf.node.name} so that they are cut: its row is {row}", 1)
         if digits is None or digits[1] != self.anchors.rows:
             raise fail(

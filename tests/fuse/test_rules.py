@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from dsi.ir.spec import check_graph
 from dsi.passes.fuse import fuse
-from fuse.graphs import WIDTH, D, context, fused, heads, labels, members, name, outer, region_with, trace, weight
+from fuse.graphs import WIDTH, D, context, fused, heads, kinds, labels, members, name, outer, region_with, trace, weight
 
 B, S = 2, 3
 
@@ -35,6 +35,18 @@ def test_rule_1_a_view_that_regroups_dimensions_does_not():
 
     _, ctx = fused(f, x3(), weight(WIDTH, WIDTH), torch.randn(16))
     assert labels(ctx) == ["linear + add + relu"]
+
+
+def test_rule_1_rows_whose_number_is_a_quotient_are_not_cut():
+    """Patches of images of any size: a division gives how many there are."""
+
+    def f(x, first, w, bias):
+        x = torch.cat([first, x[:, : x.shape[1] // 2]], 1)
+        return x + torch.relu(D.linear(x, w).view(x.shape[0], -1, 4, 16) + bias).flatten(2)
+
+    inputs = (torch.randn(B, 7, WIDTH), torch.randn(B, 1, WIDTH), weight(WIDTH, WIDTH), torch.randn(16))
+    _, ctx = fused(f, *inputs, symbolic={0: (0, 1), 1: (0,)})
+    assert [kind for kind in kinds(ctx) if kind != "row"] == ["linear"] and not reasons(ctx, "region rule 1")
 
 
 # ------------------------------------------------------------------------------------------------------------------------ rule 2
