@@ -67,7 +67,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured | str
 
 def as_called(run: Callable[[list[Any]], Sequence[Any]], written: Sequence[int]) -> Callable[..., Sequence[Any]]:
     """A boxed callable as one of its inputs, as Dynamo calls it: without gradients, whatever the caller has set, and counting the writes to
-    the inputs numbered `written`."""
+    the inputs numbered `written`. A `run` that can be called so by itself (its `unboxed`) is."""
 
     def call(*args: Any) -> Sequence[Any]:
         if written:
@@ -80,7 +80,8 @@ def as_called(run: Callable[[list[Any]], Sequence[Any]], written: Sequence[int])
         finally:
             torch._C._set_grad_enabled(True)
 
-    return call
+    unboxed: Callable[..., Any] | None = getattr(run, "unboxed", None)
+    return call if unboxed is None else unboxed(call, written)
 
 
 def _metadata(dynamo: fx.Graph, values: Sequence[Tensor], outputs: int, written: Sequence[int]) -> Any:

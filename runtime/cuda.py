@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,6 +84,9 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
         with torch.cuda.device(index):
             return run(inputs)
 
+    if graphs is None:
+        elsewhere = f"{program.name(current)}() != {index}"
+        call.unboxed = functools.partial(program.unboxed, unless=(elsewhere,))  # type: ignore[attr-defined]
     call._boxed_call = True  # type: ignore[attr-defined]
     call.program = program  # type: ignore[attr-defined]
     call.graphs = graphs  # type: ignore[attr-defined]

@@ -33,16 +33,22 @@ class FallingBack:
         self.allocate = kernel.allocate
         self._kernel, self._region, self._context, self._remake = kernel, region, context, remake
         self._instead: RegionKernel | None = None
-        self._run = _run_of(kernel)
+        # (inputs, outputs, sizes) -> None: what a call does, but for what `failed` does.
+        self.run = _run_of(kernel)
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
         try:
-            self._run(inputs, outputs, sizes)
-        except _out_of_resources() as error:
-            if self._instead is not None:
-                raise
-            self._shrink(sizes, str(error).strip())
-            self(inputs, outputs, sizes)
+            self.run(inputs, outputs, sizes)
+        except Exception as error:
+            self.failed(error, inputs, outputs, sizes)
+
+    def failed(self, error: Exception, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
+        """Runs the region otherwise where its kernel raised that the device cannot hold it. To be called while `error` is handled, which it
+        raises where it is another."""
+        if self._instead is not None or not isinstance(error, _out_of_resources()):
+            raise
+        self._shrink(sizes, str(error).strip())
+        self(inputs, outputs, sizes)
 
     @property
     def kernel(self) -> GeneratedKernel:
@@ -60,14 +66,14 @@ class FallingBack:
 
     def use(self, kernel: RegionKernel) -> None:
         """Has `kernel` run the region from the next call on. What that raises is raised: nothing takes its place."""
-        self._instead, self._run = kernel, _run_of(kernel)
+        self._instead, self.run = kernel, _run_of(kernel)
 
     def _shrink(self, sizes: Environment, reason: str) -> None:
         """Puts a smaller kernel in the place of one that does not fit; where there is none, the references."""
         failed = self._kernel.chosen(sizes)
         smaller = fewer_stages(failed)
         if smaller is None:
-            self._instead = self._run = ReferenceKernel(self._region)
+            self._instead = self.run = ReferenceKernel(self._region)
             refusal = Refusal(f"its kernel does not fit the device, so it runs by references: {reason}", node=self._region.name)
             self._context.report.unfused.append(refusal)
             log.warning("dsi: %s: %s", self._region.name, refusal.reason)
@@ -76,7 +82,7 @@ class FallingBack:
         found = dataclasses.replace(found, variants=tuple(smaller if kernel is failed else kernel for kernel in found.variants))
         keep(self._region, self._context, found)
         self._kernel = self._remake(found)
-        self._run = _run_of(self._kernel)
+        self.run = _run_of(self._kernel)
         note = f"{self._region.name}: its kernel does not fit the device, so fewer steps of its loop are in flight: {reason}"
         self._context.report.notes.append(note)
         log.info("dsi: %s", note)

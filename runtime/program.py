@@ -70,18 +70,33 @@ class Program:
         last = {slot: number for number, step in enumerate(self.steps) for slot in (*step.reads, *step.writes)}
         for number, step in enumerate(self.steps):
             step.frees = tuple(sorted(slot for slot in {*step.reads, *step.writes} if last[slot] == number and slot not in kept))
-        lines = [f"sizes = {self.name(self.sizes.bind)}(inputs)" if self.sizes.names else "sizes = ()"]
-        lines += [f"{''.join(f'{CODE.format(slot)}, ' for slot in range(self.inputs))} = inputs"] if self.inputs else []
-        lines += ["inputs.clear()", *(f"{CODE.format(slot)} = {self.name(value)}" for slot, value in self.constants.items())]
+        given = [f"sizes = {self.name(self.sizes.bind)}(inputs)" if self.sizes.names else "sizes = ()"]
+        given += [f"{''.join(f'{CODE.format(slot)}, ' for slot in range(self.inputs))} = inputs"] if self.inputs else []
+        lines = [f"{CODE.format(slot)} = {self.name(value)}" for slot, value in self.constants.items()]
         for step in self.steps:
             lines += step.code
             # What the last step would free goes with all slots when the call returns.
             lines += [f"{' = '.join(map(CODE.format, step.frees))} = None"] if step.frees and step is not self.steps[-1] else []
         results = [CODE.format(result) if isinstance(result, int) else self.name(result[0]) for result in self.results]
-        body = "".join(f"    {line}\n" for line in [*lines, f"return [{', '.join(results)}]"])
-        exec(f"def run(inputs):\n{body}", self.scope)
-        self.run: Callable[[list[Any]], list[Any]] = self.scope["run"]
+        self._given, self._body = given, [*lines, f"return [{', '.join(results)}]"]
+        self.run: Callable[[list[Any]], list[Any]] = self._function("inputs", [*given, "inputs.clear()", *self._body])
         return self
+
+    def unboxed(self, otherwise: Callable[..., Any], written: Sequence[int], unless: Sequence[str] = ()) -> Callable[..., Any]:
+        """The program as a function of its inputs, as Dynamo calls it, which counts the writes to those numbered `written`. Where gradients
+        are on, or one of the conditions `unless` holds, which are code, `otherwise` is called instead. All in one function, since each one
+        on the way to a kernel costs a call more than reading an address does."""
+        conditions = " or ".join([f"{self.name(torch.is_grad_enabled)}()", *unless])
+        lines = [f"if {conditions}:", f"    return {self.name(otherwise)}(*inputs)"]
+        if written:
+            numbers = ", ".join(f"inputs[{number}]" for number in written)
+            lines.append(f"{self.name(torch.autograd.graph.increment_version)}([{numbers}])")
+        return self._function("*inputs", [*lines, *self._given, *self._body])
+
+    def _function(self, parameters: str, lines: Sequence[str]) -> Callable[..., list[Any]]:
+        exec(f"def run({parameters}):\n" + "".join(f"    {line}\n" for line in lines), self.scope)
+        function: Callable[..., list[Any]] = self.scope["run"]
+        return function
 
     @property
     def needed(self) -> set[int]:

@@ -18,7 +18,8 @@ from .sizes import Environment, Sizes, expression
 class RegionKernel(Protocol):
     """What runs one region: reads `inputs`, fills `outputs` (fresh, cloned, or an input that is overwritten in place).
 
-    One with an attribute `allocate` (size, stride, dtype) has its outputs made by that.
+    One with an attribute `allocate` (size, stride, dtype) has its outputs made by that. One with `run` and `failed` (error, inputs,
+    outputs, sizes) is called as `run`, and `failed` with what that raises.
     """
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None: ...
@@ -86,11 +87,16 @@ def region_step(
         copied = f".copy_({reads[clones[n]]})" if n in clones else ""
         new = name(getattr(kernel, "allocate", None) or functools.partial(_empty, value.device))
         lines.append(f"{writes[n]} = {new}({number(value.shape)}, {number(value.stride())}, {name(value.dtype)}){copied}")
-    given = f"([{', '.join(reads)}], [{', '.join(writes)}], sizes)"
+    given = f"[{', '.join(reads)}], [{', '.join(writes)}], sizes"
     maybe_empty = [f"{reads[n]}.numel() == 0" for n, value in enumerate(values) if not never_empty(value)]
     maybe_empty += [f"{writes[n]}.numel() == 0" for n, node in enumerate(region.outputs) if not never_empty(node.meta["val"])]
     called = name(kernel)
-    lines.append(f"({name(body)} if {' or '.join(maybe_empty)} else {called}){given}" if maybe_empty else f"{called}{given}")
+    if maybe_empty:
+        lines.append(f"({name(body)} if {' or '.join(maybe_empty)} else {called})({given})")
+    elif hasattr(kernel, "failed"):  # what it does when it is called
+        lines += ["try:", f"    {called}.run({given})", "except Exception as error:", f"    {called}.failed(error, {given})"]
+    else:
+        lines.append(f"{called}({given})")
     return [*lines, *(f"moved{n} = None" for n in moved)]
 
 

@@ -220,6 +220,35 @@ def test_a_size_that_no_input_gives_is_an_internal_error():
         Sizes([]).compile(A * 2)
 
 
+# ---------------------------------------------------------------------------------------------------------- as a function of inputs
+
+
+def test_a_program_as_a_function_of_its_inputs_counts_writes_and_gives_way_where_it_must():
+    outer, counters, results = lengths(torch.int64, torch.int64)
+    outer.call(COPY, counters[0], results[0])
+    program = build(outer.finish(results[1]), outer.fakes, reference_kernels)
+    elsewhere, aside = [False], []
+
+    def otherwise(*inputs):
+        aside.append(inputs)
+        return ["otherwise"]
+
+    called = program.unboxed(otherwise, [0], unless=[f"{program.name(elsewhere)}[0]"])
+    given = [torch.tensor(5), torch.tensor(7)]
+    versions = [value._version for value in given]
+    with torch.no_grad():
+        (found,) = called(*given)
+        assert int(found) == 8 and int(given[0]) == 6 and not aside
+        assert given[0]._version > versions[0] and given[1]._version == versions[1]
+        assert [int(value) for value in program.run(list(given))] == [8] and int(given[0]) == 7  # the boxed one is another function
+        elsewhere[0] = True
+        assert called(*given) == ["otherwise"]
+    elsewhere[0] = False
+    with torch.enable_grad():
+        assert called(*given) == ["otherwise"]
+    assert len(aside) == 2 and int(given[0]) == 7
+
+
 # ------------------------------------------------------------------------------------------------------------ copies at the end
 
 COPY = torch.ops.aten.copy_.default
