@@ -233,7 +233,11 @@ def inserted(node: fx.Node, name: str, apart: Callable[..., Any], args: Any, kwa
     """The node of what `apart` computes of `args` and `kwargs`, recorded in front of `node` by the rule `name`."""
     graph = node.graph
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    args, kwargs = fx.node.map_arg((args, kwargs), lambda n: fx.Proxy(n, tracer))
+
+    def proxy(read: fx.Node) -> Any:
+        return fx.Proxy(read, tracer)
+
+    args, kwargs = fx.node.map_arg((args, kwargs), proxy)
     before = node.prev
     with graph.inserting_before(node):
         result = apart(*args, **kwargs).node

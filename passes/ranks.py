@@ -33,8 +33,10 @@ def attention_of_four_dimensions(gm: fx.GraphModule, context: Context) -> None:
 def _rewrite(node: fx.Node, lead: tuple[int, ...]) -> None:
     """What is behind `node` may rely on its strides, which torch chooses by the rank."""
     result = inserted(node, RULE, partial(_of_four, lead), node.args, node.kwargs)
+    order = memory_order(_value(node))
+    assert order is not None  # or the call would have stayed
     if not same_strides(_value(result), _value(node)):
-        result = inserted(node, RULE, partial(_laid_out, memory_order(_value(node))), (result,), {})
+        result = inserted(node, RULE, partial(_laid_out, order), (result,), {})
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
 
