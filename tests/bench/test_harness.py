@@ -163,6 +163,12 @@ def test_without_a_device_sizes_made_for_one_are_warned_of(capsys):
     assert hints == [True, False, False]
 
 
+def test_an_audit_under_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code, output = run("audit", "--cases", "gpt2")
+    assert code == 2 and "compiles nothing" in said(output)
+
+
 def test_lists_may_have_spaces(tmp_path):
     file = tmp_path / "r.json"
     code, output = run("decode", "--small", "--cases", "gpt2, bert-large", "--sides", " eager", "--blocks", 1, "--json", file)
