@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import types
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,20 +81,29 @@ def _gpu() -> torch.device:
 
 
 def _uncompile(module: nn.Module) -> None:
-    """Take back `module.compile()`, `module.forward = torch.compile(module.forward)` and `torch.compile(part)`: one compiler at a time."""
+    """Take back `module.compile()`, `module.forward = torch.compile(module.forward)`, `torch.compile(part)` and a class's compiled forward:
+    one compiler at a time."""
     found = False
     for part in module.modules():
         if getattr(part, "_compiled_call_impl", None) is not None:
             part._compiled_call_impl, found = None, True
-        original = getattr(part.__dict__.get("forward"), "_torchdynamo_orig_callable", None)
-        if original is not None:
+        if (original := _compiled_from(part.__dict__.get("forward"))) is not None:
             part.forward, found = original, True
+        if "forward" not in part.__dict__ and (original := _compiled_from(getattr(type(part), "forward", None))) is not None:
+            part.forward, found = types.MethodType(original, part), True
         for name, child in part._modules.items():
             while isinstance(child, torch._dynamo.eval_frame.OptimizedModule):
                 part._modules[name] = child = child._orig_mod
                 found = True
     if found:
         warn("dsi: the module was compiled in place before; the engine takes that back, and compiles the module itself")
+
+
+def _compiled_from(function: Any) -> Any:
+    """What `torch.compile` made `function` from; None where it did not, or `torch.compiler.disable` did, which is meant to last."""
+    if getattr(function, "_torchdynamo_disable", False):
+        return None
+    return getattr(function, "_torchdynamo_orig_callable", None)
 
 
 def _out_of_inference_mode(module: nn.Module) -> None:

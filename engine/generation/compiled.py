@@ -34,6 +34,11 @@ def compiled(function: Callable[..., Any], options: dict[str, Any] | None, *, wh
     return torch.compile(own, backend=dsi, options={**(options or {}), "guard_filter_fn": _kept_guards}, fullgraph=whole)
 
 
+def switched_off() -> bool:
+    """Whether Dynamo is told to compile nothing, as TORCH_COMPILE_DISABLE=1 does."""
+    return bool(torch._dynamo.config.disable)
+
+
 def _kept_guards(guards: Sequence[Any]) -> list[bool]:
     """All but those on transformers' table of what each class can record, which every further model in the process adds a line to: what
     was compiled would be compiled again, and nothing that it looked up there can change."""

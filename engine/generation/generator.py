@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from .cache import hand_over
-from .compiled import loudly
+from .compiled import loudly, switched_off
 from .decoder import NotOurs
 from .examine import examine, position_limit, source_limit
 from .facade import Facade
@@ -89,7 +89,7 @@ class Generator:
         """
         given = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
         # Arguments without a name here, and those that are given twice, are for transformers to look at.
-        call = self._kept.call(given) if len(given) == len(args) + len(kwargs) else None
+        call = self._kept.call(given) if len(given) == len(args) + len(kwargs) and not switched_off() else None
         if call is not None and self._kept.has(call):
             try:
                 with self._lock, torch.inference_mode(False), torch.no_grad(), self._ordered(self.loop):
@@ -214,6 +214,9 @@ class Generator:
         reads what is padding."""
         if self._refused:
             raise NotOurs(self._refused)
+        if switched_off():
+            log.warning("dsi: nothing is compiled: %s", _OFF)
+            raise NotOurs(_OFF)
         kind = self.model.device, self.model.dtype
         loop = self.loop if self._kind == kind else None
         if loop is not None and states is None:
@@ -266,6 +269,7 @@ class Generator:
                 self._done.record()
 
 
+_OFF = "torch.compile is switched off (torch._dynamo.config.disable, which TORCH_COMPILE_DISABLE=1 sets)"
 _CACHE_FIELD = next(
     name for name in ("cache", "past_key_values") if name in {f.name for f in dataclasses.fields(GenerateDecoderOnlyOutput)}
 )

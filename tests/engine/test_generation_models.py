@@ -227,3 +227,42 @@ def test_parts_that_torch_compile_wraps_are_taken_back():
         engine = dsi.init_inference(model, dtype=None, replace_with_kernel_inject=True, options=REFERENCE)
     assert model.model.layers[0] is layer
     assert torch.equal(engine.generate(prompt(1, 5), max_new_tokens=3), expected) and engine.generator.why_not_ours == ""
+
+
+class Decorated(transformers.LlamaForCausalLM):
+    @torch.compile(backend="eager")
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **given):
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **given)
+
+
+def test_a_forward_that_its_class_compiles_is_taken_back():
+    base = small_llama()
+    model = Decorated(base.config).eval()
+    model.load_state_dict(base.state_dict())
+    with pytest.warns(UserWarning, match="was compiled in place before"):
+        engine = dsi.init_inference(model, dtype=None, replace_with_kernel_inject=True, options=REFERENCE)
+    assert torch.equal(engine.generate(prompt(1, 5), max_new_tokens=3), base.generate(prompt(1, 5), max_new_tokens=3))
+    assert engine.generator.why_not_ours == ""
+
+
+def test_a_forward_that_is_not_to_be_compiled_is_not():
+    model = small_llama()
+    expected = model.generate(prompt(1, 5), max_new_tokens=3)
+    mlp = model.model.layers[0].mlp
+    mlp.forward = kept = torch.compiler.disable(mlp.forward)
+    engine = dsi.init_inference(model, dtype=None, replace_with_kernel_inject=True, options=REFERENCE)
+    assert torch.equal(engine.generate(prompt(1, 5), max_new_tokens=3), expected)
+    assert mlp.forward is kept and "more than one graph" in engine.generator.why_not_ours
+
+
+def test_where_torch_compile_is_switched_off_generation_runs_and_says_so(caplog):
+    model, ids = small_llama(), prompt(1, 5)
+    expected = model.generate(ids, max_new_tokens=3)
+    generator = generator_of(model)
+    with torch._dynamo.config.patch(disable=True):
+        assert torch.equal(generator.generate(ids, max_new_tokens=3), expected)
+        assert "switched off" in generator.why_not_ours and "nothing is compiled" in caplog.text
+    for _ in range(2):
+        assert torch.equal(generator.generate(ids, max_new_tokens=3), expected) and generator.why_not_ours == ""
+    with torch._dynamo.config.patch(disable=True):
+        assert torch.equal(generator.generate(ids, max_new_tokens=3), expected) and "switched off" in generator.why_not_ours
