@@ -124,15 +124,25 @@ class _Variant:
 
         self._launches = [step(number, launch) for number, launch in enumerate(kernel.launches)]
         self._runs = [launch.run for launch in self._launches]
-        self.run = self._runs[0] if len(self._runs) == 1 and not self._workspaces else self._run
+        # (inputs, outputs, sizes) -> None: the kernel's launches on the current stream.
+        self.run: Callable[..., Any] = self._runs[0] if len(self._runs) == 1 and not self._workspaces else self._several()
 
-    # (inputs, outputs, sizes) -> None: the kernel's launches on the current stream.
-    run: Callable[..., Any]
+    def _several(self) -> Callable[..., Any]:
+        scratch, runs = self._scratch, self._runs
 
-    def _run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
-        workspaces = self._scratch(sizes)
-        for run in self._runs:
-            run(inputs, outputs, sizes, workspaces)
+        def several(inputs: Sequence[Any], outputs: Sequence[torch.Tensor], sizes: Environment) -> None:
+            workspaces = scratch(sizes)
+            for run in runs:
+                run(inputs, outputs, sizes, workspaces)
+
+        if all(hasattr(run, "written_out") for run in runs):
+            several.written_out = self._written_out  # type: ignore[attr-defined]
+        return several
+
+    def _written_out(self, inputs: Sequence[str], outputs: Sequence[str], name: Callable[[Any], str]) -> list[str]:
+        """What `run` does as lines of code (runtime/launcher.py: `bound`)."""
+        launches = [run.written_out(inputs, outputs, name, "scratch") for run in self._runs]
+        return [f"scratch = {name(self._scratch)}(sizes)", *(line for lines in launches for line in lines), "scratch = None"]
 
     def compile(self, inputs: Sequence[Any], outputs: Sequence[torch.dtype], sizes: Environment) -> list[Any]:
         workspaces = [workspace.dtype for workspace in self._workspaces]

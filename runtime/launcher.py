@@ -101,60 +101,94 @@ class Launcher:
             self.compiled[key] = (way.call, kernel.function, way.between, way.together, kernel)
 
     def bound(self, grid: tuple[int, ...], integers: tuple[int, ...]) -> Bound:
-        """`launch` for one grid and these integers, which then cost nothing in a launch."""
+        """`launch` for one grid and these integers, which then cost nothing in a launch. What it gives may have an attribute `written_out`
+        (inputs, outputs, name, workspaces): lines of code that do what a call does with these variables, the last a sequence; `name` gives
+        what they may call a value."""
         if self.launch == self._by_triton:
             return lambda inputs, outputs, sizes=(), workspaces=(): self._by_triton(grid, inputs, outputs, workspaces, integers)
-        return self._direct(self.function.arg_names, grid, integers)
+        launch: Any = self._direct(self.function.arg_names, grid, integers)
+        launch.written_out = functools.partial(self._written_out, grid, integers)
+        return launch
+
+    def _written_out(
+        self,
+        grid: tuple[int, ...],
+        integers: tuple[int, ...],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        name: Callable[[Any], str],
+        workspaces: str = "()",
+    ) -> list[str]:
+        variables = {"inputs": inputs, "outputs": outputs}
+        groups = (f"[{', '.join(inputs)}]", f"[{', '.join(outputs)}]", workspaces, "()")
+
+        def at(group: str, number: int) -> str:
+            return variables[group][number] if group in variables else f"{workspaces}[{number}]"
+
+        return self._lines(at, groups, name, grid, integers)
 
     def _direct(self, parameters: Sequence[str], grid: tuple[int, ...] | None = None, integers: tuple[int, ...] = ()) -> Callable[..., Any]:
         """A function written for these arguments: each step of a loop over them would cost as much as reading an address."""
-        pointers = [position for position, (group, _) in enumerate(self.order) if group != INTEGERS]
-        reads = [f"a{n} = {GROUPS[self.order[n][0]]}[{self.order[n][1]}].data_ptr()" for n in pointers]
-        counted = len(pointers) < len(self.order)
-        aligned, usual = f"({', '.join(f'a{n} % {ALIGNMENT} == 0' for n in pointers)},)", "None"
-        if counted:
-            aligned, usual = (f"({addresses}, kinds(integers))" for addresses in (aligned, usual))
-        scope: dict[str, Any] = {
-            "compiled": self.compiled,
-            "first": self._first,
-            "stream": self.stream,
-            "kinds": kinds,
-            "hooked": hooked,
-        }
-        told, hooks = "hooked()", _hooks()
-        if all(isinstance(getattr(hook, "calls", None), list) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)):
-            # What `hooked` looks at, without a call: chains of hooks, which are the ones that were there and have none.
-            scope |= {"hooks": hooks, "enter": hooks.launch_enter_hook, "leave": hooks.launch_exit_hook}
-            same = "hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave and not enter.calls and not leave.calls"
-            told = f"not ({same}) and hooked()"
-        if grid is not None:
-            scope |= {"grid": grid, "integers": integers, "usual": (None, kinds(integers)) if counted else None}
-            usual = "usual"
-        # All of them in a line at once first: almost every address is a multiple.
-        key = f"{aligned} if ({' | '.join(f'a{n}' for n in pointers)}) % {ALIGNMENT} else {usual}" if pointers else usual
-        numbers = [repr(value) for value in integers] if grid is not None else [f"integers[{n}]" for n in range(len(self.order))]
-        given = [f"a{n}" if group != INTEGERS else numbers[number] for n, (group, number) in enumerate(self.order)]
-        rest = []
-        for name in parameters[len(self.order) :]:
-            scope[f"c_{name}"] = self.constants[name]
-            rest.append(f"c_{name}")
-        size = "x, y, z" if grid is None else ", ".join(map(str, (*grid, 1, 1)[:3]))
-        lines = [
-            *reads,
-            f"key = {key}",
-            "found = compiled.get(key)",
-            f"if found is None or {told}:",
-            f"    return first(key, grid, {', '.join(GROUPS)})",
-            *(["x, y, z = (*grid, 1, 1)[:3]"] if grid is None else []),
-            "if found[3]:",
-            f"    found[0]({size}, stream(), found[1], *found[2], ({', '.join([*given, *rest])},))",
-            "else:",
-            f"    found[0]({size}, stream(), found[1], *found[2], {', '.join([*given, *rest])})",
-        ]
+        scope: dict[str, Any] = {}
+
+        def name(value: Any) -> str:
+            scope[f"c{len(scope)}"] = value
+            return f"c{len(scope) - 1}"
+
+        lines = self._lines(lambda group, number: f"{group}[{number}]", GROUPS, name, grid, integers)
         head = f"grid, {', '.join(GROUPS)}" if grid is None else "inputs, outputs, sizes=(), workspaces=()"
         exec(f"def launch({head}):\n" + "".join(f"    {line}\n" for line in lines), scope)
         launch: Callable[..., Any] = scope["launch"]
         return launch
+
+    def _lines(
+        self,
+        at: Callable[[str, int], str],
+        groups: Sequence[str],
+        name: Callable[[Any], str],
+        grid: tuple[int, ...] | None,
+        integers: tuple[int, ...],
+    ) -> list[str]:
+        """Code of one launch: `at` gives a tensor of a group as code, `groups` the groups themselves. Without a grid, that is a variable
+        `grid`, and the integers are of their group."""
+        pointers = [position for position, (group, _) in enumerate(self.order) if group != INTEGERS]
+        reads = [f"a{n} = {at(GROUPS[self.order[n][0]], self.order[n][1])}.data_ptr()" for n in pointers]
+        counted = len(pointers) < len(self.order)
+        aligned, usual = f"({', '.join(f'a{n} % {ALIGNMENT} == 0' for n in pointers)},)", "None"
+        if grid is not None:
+            size, where = ", ".join(map(str, (*grid, 1, 1)[:3])), name(grid)
+            groups = (*groups[:INTEGERS], name(integers))
+        else:
+            size, where = "x, y, z", "grid"
+        if counted:
+            kind = f"{name(kinds)}({groups[INTEGERS]})" if grid is None else name(kinds(integers))
+            aligned, usual = (f"({addresses}, {kind})" for addresses in (aligned, usual))
+            usual = usual if grid is None else name((None, kinds(integers)))
+        hooks = _hooks()
+        told = f"{name(hooked)}()"
+        if all(isinstance(getattr(hook, "calls", None), list) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)):
+            # What `hooked` looks at, without a call: chains of hooks, which are the ones that were there and have none.
+            runtime, enter, leave = name(hooks), name(hooks.launch_enter_hook), name(hooks.launch_exit_hook)
+            same = f"{runtime}.launch_enter_hook is {enter} and {runtime}.launch_exit_hook is {leave}"
+            told = f"not ({same} and not {enter}.calls and not {leave}.calls) and {told}"
+        # All of them in a line at once first: almost every address is a multiple.
+        key = f"{aligned} if ({' | '.join(f'a{n}' for n in pointers)}) % {ALIGNMENT} else {usual}" if pointers else usual
+        numbers = [repr(value) for value in integers] if grid is not None else [f"integers[{n}]" for n in range(len(self.order))]
+        given = [f"a{n}" if group != INTEGERS else numbers[number] for n, (group, number) in enumerate(self.order)]
+        given += [name(self.constants[parameter]) for parameter in self.function.arg_names[len(self.order) :]]
+        launched = f"found[0]({size}, {name(self.stream)}(), found[1], *found[2], "
+        return [
+            *reads,
+            f"key = {key}",
+            f"found = {name(self.compiled)}.get(key)",
+            *(["x, y, z = (*grid, 1, 1)[:3]"] if grid is None else []),
+            f"if found is None or {told}:",
+            f"    {name(self._first)}(key, {where}, {', '.join(groups)})",
+            "elif found[3]:",
+            f"    {launched}({', '.join(given)},))",
+            "else:",
+            f"    {launched}{', '.join(given)})",
+        ]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -94,10 +94,20 @@ def region_step(
     if maybe_empty:
         lines.append(f"({name(body)} if {' or '.join(maybe_empty)} else {called})({given})")
     elif hasattr(kernel, "failed"):  # what it does when it is called
-        lines += ["try:", f"    {called}.run({given})", "except Exception as error:", f"    {called}.failed(error, {given})"]
+        lines += ["try:", *(f"    {line}" for line in _run(kernel, called, given, reads, writes, name))]
+        lines += ["except Exception as error:", f"    {called}.failed(error, {given})"]
     else:
         lines.append(f"{called}({given})")
     return [*lines, *(f"moved{n} = None" for n in moved)]
+
+
+def _run(kernel: Any, called: str, given: str, reads: Sequence[str], writes: Sequence[str], name: Callable[[Any], str]) -> list[str]:
+    """Code that runs `kernel`, which is `called` so. A function that can be written out is, as long as the kernel runs by that one."""
+    written_out = getattr(kernel.run, "written_out", None)
+    if written_out is None:
+        return [f"{called}.run({given})"]
+    lines = written_out(reads, writes, name)
+    return [f"if {called}.run is {name(kernel.run)}:", *(f"    {line}" for line in lines), "else:", f"    {called}.run({given})"]
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

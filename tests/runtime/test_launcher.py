@@ -83,6 +83,19 @@ def function(tmp_path, driver):
     module.add.device_caches.clear()
 
 
+def written_out(bound):
+    """A function of inputs and outputs with the code of a launch in it."""
+    scope = {}
+
+    def name(value):
+        scope[f"name{len(scope)}"] = value
+        return f"name{len(scope) - 1}"
+
+    lines = bound.written_out(["one"], ["other"], name)
+    exec("def run(inputs, outputs):\n    (one,), (other,) = inputs, outputs\n" + "".join(f"    {line}\n" for line in lines), scope)
+    return scope["run"]
+
+
 def test_a_direct_launch_sends_what_triton_sends(function, driver):
     launcher = Launcher(function, CONSTANTS, ORDER, lambda: STREAM)
     memory = torch.zeros(1024)
@@ -91,10 +104,12 @@ def test_a_direct_launch_sends_what_triton_sends(function, driver):
         for _ in range(2):  # by Triton at first where the kind is new, and then directly
             launcher.launch((3, 2), [x], [y], [], (n,))
             made.append(driver.pop())
-        launcher.bound((3, 2), (n,))([x], [y])  # without a key of its own
-        made.append(driver.pop())
+        bound = launcher.bound((3, 2), (n,))
+        for launch in (bound, written_out(bound)):  # without a key of its own, and as a part of another function
+            launch([x], [y])
+            made.append(driver.pop())
         function[(3, 2)](x, y, n, **CONSTANTS)
-        assert made == [driver.pop()] * 3 and not driver
+        assert made == [driver.pop()] * 4 and not driver
         assert made[0][:4] == (3, 2, 1, STREAM) and x.data_ptr() in made[0][-1]
     assert len({found[1] for found in launcher.compiled.values()}) == len(launcher.compiled) == 5
 
@@ -106,7 +121,8 @@ def test_a_tensor_read_in_words_must_be_aligned_in_every_launch(function, driver
         launcher.launch((1,), [x], [y], [], (100,))
     launches = len(driver)
     bound = launcher.bound((1,), (100,))
-    for launch in (lambda x: launcher.launch((1,), [x], [y], [], (100,)), lambda x: bound([x], [y])) * 2:
+    apart = written_out(bound)
+    for launch in (lambda x: launcher.launch((1,), [x], [y], [], (100,)), lambda x: bound([x], [y]), lambda x: apart([x], [y])) * 2:
         with pytest.raises(DsiError, match=r"the int8 weight x lies at .* no multiple of 16 bytes"):
             launch(memory[1:])
     launcher.launch((1,), [memory], [y[1:]], [], (100,))  # what is not read in words may lie anywhere
@@ -131,6 +147,29 @@ def test_a_bound_launch_may_be_the_first(function, driver, monkeypatch):
     bound([x], [y])
     launcher.launch((1,), [x], [y], [], (64,))
     assert driver[0] == driver[1] == driver[2] and len(driver) == 3
+
+
+def test_scratch_memory_of_a_launch_that_is_written_out_is_a_sequence(function, driver):
+    launcher, (x, y) = Launcher(function, CONSTANTS, [(0, 0), (2, 1), (3, 0)], lambda: STREAM), torch.zeros(2, 64)
+    bound, scope = launcher.bound((1,), (64,)), {}
+
+    def name(value):
+        return scope.setdefault(f"name{len(scope)}", value) is value and f"name{len(scope) - 1}"
+
+    lines = bound.written_out(["x"], [], name, "scratch")
+    exec("def run(x, scratch):\n" + "".join(f"    {line}\n" for line in lines), scope)
+    for _ in range(2):
+        scope["run"](x, [None, y])
+        bound([x], [], (), [None, y])
+    assert len(driver) == 4 and driver[0][-1][:2] == [x.data_ptr(), y.data_ptr()] and driver == [driver[0]] * 4
+
+
+def test_a_launch_that_is_written_out_may_be_the_first(function, driver, monkeypatch):
+    launch, x, y = written_out(Launcher(function, CONSTANTS, ORDER, lambda: STREAM).bound((1,), (64,))), torch.zeros(64), torch.zeros(64)
+    launch([x], [y])
+    monkeypatch.setattr(type(function), "run", None)
+    launch([x], [y])
+    assert driver[0] == driver[1] and len(driver) == 2
 
 
 def test_what_is_compiled_ahead_is_what_is_launched(function, driver, monkeypatch):

@@ -11,7 +11,7 @@ import sympy
 import torch
 from dsi.codegen.integers import Quotient, Remainder
 from dsi.ir.errors import DsiInternalError
-from dsi.runtime.program import build, interpret, no_kernels, reference_kernels
+from dsi.runtime.program import ReferenceKernel, build, interpret, no_kernels, reference_kernels
 from dsi.runtime.sizes import Sizes, python
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -247,6 +247,50 @@ def test_a_program_as_a_function_of_its_inputs_counts_writes_and_gives_way_where
     with torch.enable_grad():
         assert called(*given) == ["otherwise"]
     assert len(aside) == 2 and int(given[0]) == 7
+
+
+class WrittenOut:
+    """Runs a region by its body. What `run` is at first stands in the program's own code, and says so in `done`."""
+
+    def __init__(self, region):
+        body, self.done = ReferenceKernel(region), []
+
+        def run(inputs, outputs, sizes):
+            self.done.append("called")
+            body(inputs, outputs, sizes)
+
+        def lines(inputs, outputs, name):
+            return [f"{name(self.done)}.append('written out')", f"{name(body)}([{', '.join(inputs)}], [{', '.join(outputs)}], ())"]
+
+        run.written_out = lines
+        self.run, self.body, self.failures = run, body, []
+
+    def __call__(self, inputs, outputs, sizes):
+        raise AssertionError("the program calls `run`")
+
+    def failed(self, error, inputs, outputs, sizes):
+        self.failures.append(error)
+        self.body(inputs, outputs, sizes)
+
+    def describe(self):
+        return ""
+
+
+def test_a_kernel_is_written_out_while_it_is_the_one_that_runs():
+    outer, _, results = lengths(torch.int64)
+    made = []
+    program = build(outer.finish(results[0]), outer.fakes, lambda region, *_: made.append(WrittenOut(region)) or made[-1])
+    (kernel,) = made
+    first = kernel.run
+    assert [int(value) for value in program.run([torch.tensor(4)])] == [5] and kernel.done == ["written out"]
+    kernel.run = lambda *given: first(*given)
+    assert [int(value) for value in program.run([torch.tensor(5)])] == [6] and kernel.done == ["written out", "called"]
+
+    def broken(inputs, outputs, sizes):
+        raise RuntimeError("no room")
+
+    kernel.run = broken
+    assert [int(value) for value in program.run([torch.tensor(6)])] == [7] and [str(error) for error in kernel.failures] == ["no room"]
 
 
 # ------------------------------------------------------------------------------------------------------------ copies at the end
