@@ -113,7 +113,8 @@ def lookup(spec: t.KernelSpec, max_rows: int | None, device_name: str) -> Choice
 
 
 def write(path: Path, device_name: str, entries: Sequence[AttentionEntry]) -> None:
-    """Adds entries for a device, by its CUDA name, to a file that may not exist yet; one with the same key is replaced."""
+    """Adds entries for a device, by its CUDA name, to a file that may not exist yet; one with the same key is replaced. The file is
+    whole at any time."""
     found = read(path) if path.exists() else {}
     name = find_device(device_name).name
     found[name] = tuple({other.key: other for other in (*found.get(name, ()), *entries)}.values())
@@ -121,7 +122,9 @@ def write(path: Path, device_name: str, entries: Sequence[AttentionEntry]) -> No
     for device, values in sorted(found.items()):
         each = ",\n".join("   " + json.dumps(value.model_dump(exclude_defaults=True)) for value in values)
         lines.append(f'  "{device}": [\n{each}\n  ]')
-    path.write_text(f'{{"format": {FORMAT}, "devices": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+    new = path.with_name(f"{path.name}.new")  # a run that is ended while it writes must not leave half a table
+    new.write_text(f'{{"format": {FORMAT}, "devices": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+    new.replace(path)
 
 
 def read(path: Path) -> dict[str, tuple[AttentionEntry, ...]]:

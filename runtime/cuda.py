@@ -73,7 +73,7 @@ def compile_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Con
         with timed(context, "triton"):
             compile_ahead(made, sizes, device)
     graphs = GraphedProgram(program, example_inputs, static, written, context, CudaRecorder(device), program.needed) if graphed else None
-    run: Boxed = program.run if graphs is None else graphs
+    run: Boxed = program if graphs is None else graphs
 
     # torch's own, without asking each time whether CUDA is there: the inputs of a call are.
     current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

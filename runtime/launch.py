@@ -141,7 +141,8 @@ class _Variant:
 
     def _written_out(self, inputs: Sequence[str], outputs: Sequence[str], name: Callable[[Any], str]) -> list[str]:
         """What `run` does as lines of code (runtime/launcher.py: `bound`)."""
-        launches = [run.written_out(inputs, outputs, name, "scratch") for run in self._runs]
+        runs: list[Any] = self._runs
+        launches = [run.written_out(inputs, outputs, name, "scratch") for run in runs]
         return [f"scratch = {name(self._scratch)}(sizes)", *(line for lines in launches for line in lines), "scratch = None"]
 
     def compile(self, inputs: Sequence[Any], outputs: Sequence[torch.dtype], sizes: Environment) -> list[Any]:

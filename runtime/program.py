@@ -7,6 +7,7 @@ variables are the slots.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dsi.ir.context import Context
 from dsi.ir.errors import DsiInternalError
 from dsi.ir.region import STORED, Region
 from torch import fx
+from torch.fx.node import map_arg
 
 from .expand import attribute_of, expansion, in_place_writes, region_of, write_in_place
 from .region_step import RegionKernel, never_empty, region_step
@@ -65,7 +67,7 @@ class Program:
         return name
 
     def finish(self) -> Program:
-        """Computes what each step frees, and makes the program's function. To be called once, after the last step was added."""
+        """Computes what each step frees, and the code of the program's functions. To be called once, after the last step was added."""
         kept = {result for result in self.results if isinstance(result, int)} | set(self.constants)
         last = {slot: number for number, step in enumerate(self.steps) for slot in (*step.reads, *step.writes)}
         for number, step in enumerate(self.steps):
@@ -79,8 +81,12 @@ class Program:
             lines += [f"{' = '.join(map(CODE.format, step.frees))} = None"] if step.frees and step is not self.steps[-1] else []
         results = [CODE.format(result) if isinstance(result, int) else self.name(result[0]) for result in self.results]
         self._given, self._body = given, [*lines, f"return [{', '.join(results)}]"]
-        self.run: Callable[[list[Any]], list[Any]] = self._function("inputs", [*given, "inputs.clear()", *self._body])
         return self
+
+    @functools.cached_property
+    def run(self) -> Callable[[list[Any]], list[Any]]:
+        """The program as a function of a list of its inputs, made when it is first asked for: a model's has thousands of lines."""
+        return self._function("inputs", [*self._given, "inputs.clear()", *self._body])
 
     def unboxed(self, otherwise: Callable[..., Any], written: Sequence[int], unless: Sequence[str] = ()) -> Callable[..., Any]:
         """The program as a function of its inputs, as Dynamo calls it, which counts the writes to those numbered `written`. Where gradients
@@ -193,9 +199,11 @@ class _Builder:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and isinstance(slots[node.args[0]], list):
             slots[node] = slots[node.args[0]][node.args[1]]
             return
-        if node.meta.get(STORED) and slots[node.args[0]] == slots[node.args[1]]:
-            slots[node] = slots[node.args[0]]
-            return
+        if node.meta.get(STORED):
+            into, source = map_arg(node.args[:2], slots.__getitem__)
+            if into == source:  # the kernel has stored it there
+                slots[node] = into
+                return
         if node.target is torch.ops.aten.copy_.default and region is None and self.copied_at_once(node):
             self.copy(node, slots)
             return
@@ -330,7 +338,8 @@ def _name(target: Any) -> str:
 
 def _stored(call: fx.Node, slots: Mapping[fx.Node, Any]) -> dict[int, int]:
     """The outputs of a region's call that its kernel may store in an input of the program: output number -> the input's slot."""
-    copies = [(part.args[1], copy) for part in call.users for copy in part.users if copy.meta.get(STORED)]
+    parts: list[Any] = list(call.users)
+    copies: list[tuple[int, Any]] = [(part.args[1], copy) for part in parts for copy in part.users if copy.meta.get(STORED)]
     return {number: slots[copy.args[0]] for number, copy in copies}
 
 

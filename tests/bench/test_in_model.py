@@ -43,7 +43,7 @@ def test_what_makes_the_step_faster_is_kept_and_what_is_wrong_is_named(tmp_path)
     # The second group is tried beside what won in the first.
     assert row["step us after"] == row["step us"] - 20
     assert "wrong" in output
-    # Both winners lie in tables such as those that ship, without a time where there was none alone: what they cost the step is no time of theirs.
+    # Both winners lie in tables such as those that ship, without a time where there was none alone: what they cost the step is another.
     (linear,) = defaults.read(tmp_path / "table.json")["H200"]
     assert (linear.columns, linear.inner, linear.rows, linear.us, linear.choice["num_warps"]) == (64, 96, 1, None, 8)
     (attention,) = attention_defaults.read(tmp_path / "attention_table.json")["H200"]
