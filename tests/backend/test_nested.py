@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dsi.compiler import observe
 from torch import nn
 
 import dsi
@@ -37,7 +38,8 @@ def test_rules_see_what_is_in_nested_regions():
         torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_random_numbers_in_a_nested_region_are_drawn_as_in_eager_mode():
+def test_random_numbers_in_a_nested_region_are_drawn_as_in_eager_mode(monkeypatch):
+    monkeypatch.setattr(observe, "_said", set())  # each kind of reason is said once a process
     drop, x = nested(lambda x: nn.functional.dropout(x, 0.5)), torch.ones(64)
     compiled = torch.compile(lambda x: drop(x) + 2 * drop(x), backend="dsi")
     with torch.no_grad(), torch.random.fork_rng():
