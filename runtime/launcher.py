@@ -59,7 +59,7 @@ class Launcher:
         if stream is None or parameters is None or not self._fits(parameters):
             self.launch = self._by_triton
         else:
-            self.launch = self._direct(parameters)
+            self.launch = self._direct()
 
     # launch(grid, inputs, outputs, workspaces, integers): one launch on the current stream.
     launch: Callable[[tuple[int, ...], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[int]], Any]
@@ -101,12 +101,12 @@ class Launcher:
             self.compiled[key] = (way.call, kernel.function, way.between, way.together, kernel)
 
     def bound(self, grid: tuple[int, ...], integers: tuple[int, ...]) -> Bound:
-        """`launch` for one grid and these integers, which then cost nothing in a launch. What it gives may have an attribute `written_out`
-        (inputs, outputs, name, workspaces): lines of code that do what a call does with these variables, the last a sequence; `name` gives
-        what they may call a value."""
+        """`launch` for one grid and these integers, which then cost nothing in a launch. What launches without Triton's Python has an
+        attribute `written_out` (inputs, outputs, name, workspaces): lines of code that do what a call does with these variables, the last
+        a sequence; `name` gives what they may call a value."""
         if self.launch == self._by_triton:
             return lambda inputs, outputs, sizes=(), workspaces=(): self._by_triton(grid, inputs, outputs, workspaces, integers)
-        launch: Any = self._direct(self.function.arg_names, grid, integers)
+        launch: Any = self._direct(grid, integers)
         launch.written_out = functools.partial(self._written_out, grid, integers)
         return launch
 
@@ -127,8 +127,8 @@ class Launcher:
 
         return self._lines(at, groups, name, grid, integers)
 
-    def _direct(self, parameters: Sequence[str], grid: tuple[int, ...] | None = None, integers: tuple[int, ...] = ()) -> Callable[..., Any]:
-        """A function written for these arguments: each step of a loop over them would cost as much as reading an address."""
+    def _direct(self, grid: tuple[int, ...] | None = None, integers: tuple[int, ...] = ()) -> Callable[..., Any]:
+        """A function written for the arguments: each step of a loop over them would cost as much as reading an address."""
         scope: dict[str, Any] = {}
 
         def name(value: Any) -> str:
