@@ -11,7 +11,6 @@ forms of one function are looked through in each call.
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import sys
 import time
@@ -22,10 +21,9 @@ import torch
 from torch import nn
 
 from bench import arguments, path, timing
-from bench.gpt_regions import HEADS, copies_past_cache, make
+from bench.gpt_regions import HEADS, NAMES, copies_of
 from bench.regions import print_table
 
-REGIONS = ("qkv", "attention", "mlp_in", "mlp_out")
 Call = Callable[[], Any]
 
 
@@ -95,7 +93,7 @@ def main(words: list[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.calls", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--width", type=int, default=1600, choices=sorted(HEADS))
-    parser.add_argument("--regions", type=arguments.some_of(REGIONS), default=list(REGIONS))
+    parser.add_argument("--regions", type=arguments.some_of(NAMES), default=list(NAMES))
     parser.add_argument("--context", type=arguments.count, default=1024, help="tokens of attention's cache")
     parser.add_argument("--calls", type=arguments.count, default=400, help="calls of a loop, at least")
     parser.add_argument("--loops", type=arguments.count, default=7)
@@ -106,13 +104,7 @@ def main(words: list[str] | None = None) -> int:
     dtype = torch.float16 if device == "cuda" else torch.float32
     rows = []
     for name in given.regions:
-        module, shapes = make(name, width, context)
-        module = module.to(device, dtype).eval()
-        inputs: list[Any] = [torch.randn(shape).to(device, dtype) for shape in shapes]
-        if name == "attention":
-            inputs.append(torch.tensor([context - 1], device=device))
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
-        modules = [module, *(copy.deepcopy(module) for _ in range(copies_past_cache(moved) - 1))]
+        modules, inputs = copies_of(name, width, context, dtype, device)
         with torch.no_grad():
             found = {side: loops_of(made(), calls, loops) for side, made in sides_of(modules, inputs).items()}
         times = {side: statistics.median(values) for side, values in found.items()}

@@ -113,8 +113,8 @@ def make(name: str, width: int, context: int) -> tuple[nn.Module, tuple[tuple[in
     raise ValueError(f"unknown region {name!r}; known: {', '.join(NAMES)}")
 
 
-def workload(name: str, width: int, context: int, dtype: torch.dtype, device: str) -> Workload:
-    """A region on every side. Its weights (or caches) have so many copies that none is still in the last-level cache at its next turn."""
+def copies_of(name: str, width: int, context: int, dtype: torch.dtype, device: str) -> tuple[list[nn.Module], list[Any]]:
+    """Modules of a region, and inputs: so many that the weights (or cache) of none are still in the last-level cache at its next turn."""
     with torch.device(device):
         module, shapes = make(name, width, context)
         module = module.to(dtype).eval()
@@ -123,15 +123,24 @@ def workload(name: str, width: int, context: int, dtype: torch.dtype, device: st
         inputs: list[Any] = [torch.randn(shape).to(dtype) for shape in shapes]
         if name == "attention":
             inputs.append(torch.tensor([context - 1]))
-    moved = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
-    modules = [module, *(copy.deepcopy(module) for _ in range(copies_past_cache(moved) - 1))]
+    return [module, *(copy.deepcopy(module) for _ in range(copies_past_cache(moved_by(module)) - 1))], inputs
+
+
+def moved_by(module: nn.Module) -> int:
+    """Bytes of a module's weights and caches."""
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def workload(name: str, width: int, context: int, dtype: torch.dtype, device: str) -> Workload:
+    """A region on every side."""
+    modules, inputs = copies_of(name, width, context, dtype, device)
 
     def compile_for(side: Side) -> list[Callable[[], Tensor]]:
         compiled = [side.compile(one) for one in modules]
         return block_of([lambda one=one: first(one(*inputs)) for one in compiled])  # type: ignore[misc]
 
     def reference() -> Tensor:
-        wide = copy.deepcopy(module).to(WIDER[dtype])
+        wide = copy.deepcopy(modules[0]).to(WIDER[dtype])
         return first(wide(*(x.to(WIDER[dtype]) if x.is_floating_point() else x for x in inputs)))[None]
 
     return Workload(
@@ -140,7 +149,7 @@ def workload(name: str, width: int, context: int, dtype: torch.dtype, device: st
         dtype=dtype,
         compile_for=compile_for,
         reference=reference,
-        moved=moved,
+        moved=moved_by(modules[0]),
         in_graph=len(modules),
         size=REGION,
     )

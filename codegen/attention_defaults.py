@@ -9,7 +9,6 @@ is the best one for lengths farther apart.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +19,11 @@ from dsi.ir import tile as t
 from pydantic import BaseModel, ConfigDict, Field
 
 from .devices import find_device
+from .entries import read_entries, write_entries
 from .kernel import Choice
 from .roofline import assumed_rows, assumptions, evaluate, rows_of
 
 FILE = Path(__file__).with_name("attention_defaults.json")
-FORMAT = 1
 NEAR = 1.0  # doublings
 PROMPT = 16  # queries beyond which a region is a prompt's
 PROMPTS_NEAR = 4.0  # doublings, of queries, keys and heads together
@@ -118,21 +117,12 @@ def write(path: Path, device_name: str, entries: Sequence[AttentionEntry]) -> No
     found = read(path) if path.exists() else {}
     name = find_device(device_name).name
     found[name] = tuple({other.key: other for other in (*found.get(name, ()), *entries)}.values())
-    lines = []
-    for device, values in sorted(found.items()):
-        each = ",\n".join("   " + json.dumps(value.model_dump(exclude_defaults=True)) for value in values)
-        lines.append(f'  "{device}": [\n{each}\n  ]')
-    new = path.with_name(f"{path.name}.new")  # a run that is ended while it writes must not leave half a table
-    new.write_text(f'{{"format": {FORMAT}, "devices": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
-    new.replace(path)
+    write_entries(path, found)
 
 
 def read(path: Path) -> dict[str, tuple[AttentionEntry, ...]]:
     """The entries of a file, by the name of the device. Raises ValueError where it is of another format."""
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    if stored.get("format") != FORMAT:
-        raise ValueError(f"{path.name} has format {stored.get('format')}, and {FORMAT} is read")
-    return {device: tuple(AttentionEntry(**value) for value in values) for device, values in stored["devices"].items()}
+    return read_entries(path, AttentionEntry)
 
 
 @functools.cache

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from . import attention_defaults
 from .devices import Device, find_device
+from .entries import read_entries, write_entries
 from .kernel import Choice
 from .library import library_seconds, possible
 from .linear_choices import GEMV_ROWS, SKINNY_ROWS, admissible, statistics_block
@@ -28,7 +28,6 @@ from .linear_cost import LinearWork, linear_seconds, linear_work
 from .roofline import assumed_rows, assumptions, rows_of
 
 FILE = Path(__file__).with_name("defaults.json")
-FORMAT = 1
 NEAR = 1.0  # of `distance`: columns and contracted elements within a factor of two together
 OTHER_NORM = 0.25  # what another norm before the product counts
 
@@ -170,11 +169,7 @@ def table() -> dict[str, tuple[Entry, ...]]:
 
 def read(path: Path) -> dict[str, tuple[Entry, ...]]:
     """The entries of a file by device. Raises ValueError where it is of another format."""
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(stored, dict) or stored.get("format") != FORMAT or not isinstance(stored.get("devices"), dict):
-        found = stored.get("format") if isinstance(stored, dict) else type(stored).__name__
-        raise ValueError(f"{path.name} has format {found}, and {FORMAT} with devices is read")
-    return {device: tuple(Entry(**value) for value in values) for device, values in stored["devices"].items()}
+    return read_entries(path, Entry)
 
 
 def write(path: Path, device_name: str, entries: Sequence[Entry]) -> None:
@@ -184,11 +179,4 @@ def write(path: Path, device_name: str, entries: Sequence[Entry]) -> None:
     name = find_device(device_name).name
     merged = {other.key: other for other in (*found.get(name, ()), *entries)}
     found[name] = tuple(sorted(merged.values(), key=lambda other: (other.rows, other.columns, other.inner, str(other.key))))
-    lines = []
-    for device, values in sorted(found.items()):
-        each = ",\n".join("   " + json.dumps(value.model_dump(exclude_defaults=True)) for value in values)
-        lines.append(f'  "{device}": [\n{each}\n  ]' if values else f'  "{device}": []')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")  # a run that is ended while it writes must not leave half a table
-    new.write_text(f'{{"format": {FORMAT}, "devices": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
-    new.replace(path)
+    write_entries(path, found)
